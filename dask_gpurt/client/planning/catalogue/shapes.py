@@ -413,7 +413,7 @@ def aggregated(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
         return _aggregated_as_a_whole(expr, kind, frame, of, library)
     names = {f"k{number}": label for number, label in enumerate(by)}
     keys = frame._replace(labels=tuple(names), columns=tuple(map(frame.at, by)))
-    options = [expr.operand("observed"), expr.operand("dropna"), 8, None, expr.operand("sort"), None, None]
+    options = [*_options(expr), None]
     parts = list(dict.fromkeys((frame.at(label), function) for label, function in functions.items()))
 
     def answer(missing: list[int]) -> list[Schema | None]:
@@ -451,9 +451,14 @@ def _aggregated_as_a_whole(
     needed = [*expr.by, *values]
     if values and frame.is_frame and not frame.has_levels and all(type(each) is str for each in needed):
         frame = frame.select(list(dict.fromkeys(needed))) or frame
-    operands = [of(each) if isinstance(each, Expr) else each for each in expr.operands]
-    schemas = [frame, *operands[1:]]
+    by = [of(each) if isinstance(each, Expr) else each for each in expr.by]
+    schemas = [frame, functions, *_options(expr), chosen, *by]
     return None if _lacks_schemas(schemas, expr) else library.ask(kind, schemas)
+
+
+def _options(expr: Any) -> list[Any]:
+    """Return the options of an aggregation, but for those that say how it is computed."""
+    return [expr.operand("observed"), expr.operand("dropna"), 8, None, expr.operand("sort"), None]
 
 
 def _is_plain(frame: Schema, by: list[Any], functions: Any) -> bool:
