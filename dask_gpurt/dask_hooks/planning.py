@@ -28,6 +28,7 @@ from dask.dataframe.dask_expr._expr import (
     _DelayedExpr,
     is_valid_blockwise_op,
 )
+from dask.dataframe.dask_expr._groupby import GroupbyAggregationBase, GroupByChunk
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr._reductions import Chunk, Max  # Min is one, too
@@ -141,18 +142,51 @@ def set_token(expr: Expr, token: str) -> None:
     vars(expr)["_determ_token"] = token
 
 
-def joins_of(plan: Expr) -> Iterator[Any]:
-    """Yield each join of a plan once, in an order that depends on the plan only."""
+def parts_of(plan: Expr) -> Iterator[Any]:
+    """Yield each expression of a plan once, in an order that depends on the plan only."""
     seen: set[str] = set()
     left = [plan]
     while left:
         expr = left.pop()
-        if name_of(expr) in seen:
-            continue
-        seen.add(name_of(expr))
-        left.extend(_made_of(expr))
-        if isinstance(expr, Merge):
+        if name_of(expr) not in seen:
+            seen.add(name_of(expr))
+            left.extend(_made_of(expr))
             yield expr
+
+
+def joins_of(plan: Expr) -> Iterator[Any]:
+    """Yield each join of a plan once, in an order that depends on the plan only."""
+    return (expr for expr in parts_of(plan) if isinstance(expr, Merge))
+
+
+def shapes_of(plan: Expr) -> tuple[Any, ...]:
+    """Return the divisions, or their number if they are unknown, and dimensions of all parts of a plan.
+
+    None for dimensions that making the graph does not need, and for what has no divisions.
+    """
+    return tuple(_shape_of(expr) if isinstance(expr, FrameExpr) else None for expr in parts_of(plan))
+
+
+def _shape_of(expr: Any) -> tuple[Any, int | None] | None:
+    try:
+        divisions = expr.divisions
+    except NotImplementedError:  # it makes its graph without
+        return None
+    is_unknown = all(each is None for each in divisions)
+    inputs = (each for each in expr.dependencies() if isinstance(each, FrameExpr))
+    # Dask compares them with those of single partitions, which may be for all partitions.
+    is_compared = len(divisions) == 2 or any(each.npartitions == 1 for each in inputs)
+    return len(divisions) if is_unknown else divisions, expr.ndim if is_compared else None
+
+
+def set_shapes(plan: Expr, known: Iterable[Any]) -> None:
+    """Set what :func:`shapes_of` has returned, for which Dask computes metadata as it makes the graph."""
+    for expr, shape in zip(parts_of(plan), known, strict=True):
+        if shape is not None:
+            divisions, dimensions = shape
+            vars(expr)["divisions"] = (None,) * divisions if isinstance(divisions, int) else divisions
+            if dimensions is not None:
+                vars(expr)["ndim"] = dimensions
 
 
 def deferred_values(operand: Any) -> list[Any] | None:
@@ -430,21 +464,24 @@ def keys_of(plan: Expr) -> list[Any]:
 
 def graph_of(plan: Expr) -> dict[Key, GraphNode]:
     """Return the tasks of a plan by key."""
-    for expr in plan.walk():
+    for expr in () if isinstance(plan, PlanWrapper) else plan.walk():  # which may set what is known first
         for each in expr.exprs if isinstance(expr, Fused) else [expr]:
-            if is_chunk_of_extremes(each):
+            if is_frame_of_chunks(each):
                 vars(each)["ndim"] = 2
     graph: dict[Key, GraphNode] = convert_legacy_graph(plan.__dask_graph__())
     return graph
 
 
-def is_chunk_of_extremes(expr: Expr) -> bool:
-    """Return whether an expression has the extremes of the columns of a single partition, as a frame.
+def is_frame_of_chunks(expr: Expr) -> bool:
+    """Return whether an expression has aggregates of the columns of a single partition, as a frame.
 
-    Dask asks the library how many dimensions it has, and cudf finds no extremes of integers without rows. Of
-    several partitions nothing is asked: a scheduler may have neither the library nor the files.
+    Dask asks the library how many dimensions it has, which aggregates an example for that, and cudf finds no
+    extremes of integers without rows. Of several partitions nothing is asked: a scheduler may have neither
+    the library nor the files.
     """
-    is_chunk = type(expr) is Chunk and issubclass(expr.kind, Max)
+    is_chunk = (type(expr) is Chunk and issubclass(expr.kind, Max)) or (
+        type(expr) is GroupByChunk and issubclass(expr.kind, GroupbyAggregationBase)
+    )
     return is_chunk and expr.frame.npartitions == 1 and expr.frame.ndim == 2
 
 

@@ -36,7 +36,7 @@ from dask_gpurt.client.planning.catalogue.describing import Describer, names_ind
 from dask_gpurt.client.planning.catalogue.schema import Schema
 from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
-from dask_gpurt.client.planning.fusing import fuse
+from dask_gpurt.client.planning.fusing import described, fuse
 from dask_gpurt.client.planning.join_order.rule import JoinOrder
 from dask_gpurt.client.planning.keys import Plain, frozen, own
 from dask_gpurt.client.planning.origins import Origins
@@ -397,7 +397,7 @@ class PlanningCache:
 
     def _packed(self, plan: Expr) -> Expr:
         try:
-            return pack(plan)
+            return pack(described(plan))
         except Exception as error:  # Dask may know how to send what cannot be pickled
             self._metrics.fallback(Fallback.PLANNING_PICKLED_ANEW, repr(error))
             return plan

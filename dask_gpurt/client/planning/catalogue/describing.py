@@ -15,7 +15,7 @@ from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Schema, frame_of
 from dask_gpurt.client.planning.catalogue.shapes import other_rule_of, rule_of, same
 from dask_gpurt.dask_hooks.planning import (
     Expr,
-    is_chunk_of_extremes,
+    is_frame_of_chunks,
     metadata,
     reads_more_than_operands,
     set_metadata,
@@ -70,7 +70,7 @@ class Describer:
 
     def dimensions(self, original: Original, expr: Expr) -> Any:
         """Return the number of its dimensions."""
-        if is_chunk_of_extremes(expr):
+        if is_frame_of_chunks(expr):
             return 2
         schema = self._known(expr)
         return original(expr) if schema is None else 1 + schema.is_frame

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -28,9 +30,10 @@ from dask_gpurt.client.expressions import GpurtHashJoin
 from dask_gpurt.client.lowering import Lowering
 from dask_gpurt.client.planning import fusing
 from dask_gpurt.client.planning.fusing import fuse
-from dask_gpurt.dask_hooks.planning import graph_of, keys_of, rebuild, with_operand
+from dask_gpurt.dask_hooks.planning import fused_into, graph_of, keys_of, rebuild, with_operand
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.joins import merge_unpack
+from tests.helpers.planned import Planner
 
 COMPUTATION = "computation-of-this"
 
@@ -269,6 +272,29 @@ def test_the_scheduler_need_not_join_to_describe_a_join(monkeypatch: pytest.Monk
     assert len(joins) == 2
     for task in joins:
         pd.testing.assert_frame_equal(task.args[8], table()._meta.merge(table()._meta, on="key"))
+
+
+def test_the_scheduler_describes_no_part_of_a_plan(
+    planner: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pd.DataFrame({"key": [0, 1], "name": ["a", "b"]}).to_parquet(tmp_path / "rows.parquet")
+    table = dd.read_parquet(tmp_path / "rows.parquet")
+    rows = table[table.key > 0]
+    groups = (
+        rows.assign(more=rows.key * 2 + 1).groupby("name").agg({"more": "sum", "key": "max"}).reset_index()
+    )
+    sent = pickle.dumps(plan(groups))
+    parts = [part for expr in plan(groups).walk() for part in [expr, *fused_into(expr)]]
+    # Reads are described by the facts about their files, which are sent.
+    kinds = {kind for each in parts for kind in type(each).__mro__ if "parquet" not in kind.__module__}
+    expected = tasks_of(plan(groups))
+    del table, rows, groups, parts
+    planner.cache.remove()
+    gc.collect()  # as in another process
+    for each in (vars(kind).get("_meta") for kind in kinds):
+        if isinstance(each, cached_property):
+            monkeypatch.setattr(each, "func", None)
+    assert graph_of(pickle.loads(sent)).keys() == expected.keys()
 
 
 def test_an_input_of_several_partitions_is_computed_once() -> None:
