@@ -329,5 +329,9 @@ def _categories_key(dtype: pd.CategoricalDtype) -> Hashable | None:
 
 def renamed_index(index: Part, names: dict[Any, Any]) -> Part | None:
     """Return an index with other names of its levels, by the old ones."""
-    value = index.value
-    return _index(value.set_names([names.get(name, name) for name in value.names]))
+    return _named(index, tuple(names.get(name, name) for name in index.value.names))
+
+
+@lru_cache(PARTS_LIMIT)  # on cudf, names are set and dtypes read by calls that take a millisecond
+def _named(index: Part, names: tuple[Any, ...]) -> Part | None:
+    return _index(index.value.set_names(list(names)))

@@ -408,9 +408,10 @@ def aggregated(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     frame, by, functions = of(expr.frame), list(expr.by), expr.operand("arg")
     if frame is None:
         return None
-    kind = type(expr._lower() if isinstance(expr, _groupby.GroupbyAggregation) else expr)
     if not _is_plain(frame, by, functions) or expr.operand("_slice") is not None:
+        kind = type(expr._lower() if isinstance(expr, _groupby.GroupbyAggregation) else expr)
         return _aggregated_as_a_whole(expr, kind, frame, of, library)
+    kind = _kind_of(expr, frozenset(functions.values()))
     names = {f"k{number}": label for number, label in enumerate(by)}
     keys = frame._replace(labels=tuple(names), columns=tuple(map(frame.at, by)))
     options = [*_options(expr), None]
@@ -438,6 +439,19 @@ def aggregated(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
         return None
     of_labels = tuple(columns[frame.at(label), function] for label, function in functions.items())
     return found[0]._replace(labels=tuple(functions), columns=of_labels, index=index)
+
+
+#: The class that an aggregation is lowered to, by its class and functions.
+_LOWERED: dict[tuple[type, frozenset[str]], type] = {}
+
+
+def _kind_of(expr: Any, functions: frozenset[str]) -> type:
+    """Return the class of an aggregation as it is computed, which its functions, by name, decide."""
+    if not isinstance(expr, _groupby.GroupbyAggregation):
+        return type(expr)
+    if (found := _LOWERED.get((type(expr), functions))) is None:
+        found = _LOWERED[type(expr), functions] = type(expr._lower())
+    return found
 
 
 def _aggregated_as_a_whole(
