@@ -96,6 +96,7 @@ class Fallback(Enum):
         "the tables of a query are read in as many partitions as Dask makes",
     )
     PLANNING_FILES = "planning.files", "dask_cudf describes the columns of files by kernels"
+    PLANNING_NOT_TOLD = "planning.not-told", "the dashboard does not say how a plan came about"
     PLANNING_NOT_STORED = "planning.not-stored", "what is planned is not kept for other processes"
 
     TOPOLOGY_LINKS_UNKNOWN = "topology.links-unknown", "links within this host are unknown"

@@ -316,20 +316,24 @@ class PlanningCache:
             self._watching.reset(token)
 
     def _tell(self, planner: Planner, expr: Expr, plan: Expr, notes: Iterable[Note]) -> None:
-        """Tell how a plan came about. The partitions of its result may be what is computed."""
+        """Tell how a plan came about, which must not fail a program. Its result may be partitions."""
+        try:
+            planner.tell_plan(self._told(expr, plan, notes))
+        except Exception as error:  # expressions of other libraries may raise anything
+            self._metrics.fallback(Fallback.PLANNING_NOT_TOLD, repr(error))
+
+    def _told(self, expr: Expr, plan: Expr, notes: Iterable[Note]) -> dict[str, Any]:
         result = next(iter(results_of(plan)), plan)
         keys = (next(flatten(keys_of(each)), None) for each in (result, apart(result)) if each is not None)
         done: dict[bool, dict[str, None]] = {True: {}, False: {}}
         for note in notes:
             done[note.done][f"{note.rule} {note.text}"] = None
-        planner.tell_plan(
-            {
-                "names": [str(key[0] if isinstance(key, tuple) else key) for key in keys if key is not None],
-                "applied": list(done[True]),
-                "left": list(done[False]),
-                "shuffles": self.origins.of_shuffles(expr, plan),
-            }
-        )
+        return {
+            "names": [str(key[0] if isinstance(key, tuple) else key) for key in keys if key is not None],
+            "applied": list(done[True]),
+            "left": list(done[False]),
+            "shuffles": self.origins.of_shuffles(expr, plan),
+        }
 
     def optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
         """Optimise an expression as Dask's function does, or find its plan."""

@@ -109,8 +109,7 @@ _KEYS = {
 def _keys(kind: str, expr: Any) -> tuple[Hashable, ...]:
     if kind == "group":
         return tuple(map(repr, expr.by))
-    # Asking an expression for what is no parameter of its has it look for a column.
-    return tuple(repr(expr.operand(name)) for name in _KEYS[kind] if name in expr._parameters)
+    return tuple(repr(_operand(expr, name)) for name in _KEYS[kind] if name in expr._parameters)
 
 
 def _line(optimiser: CodeType) -> str | None:
@@ -137,9 +136,9 @@ def named(expr: Any) -> str:
     """Name an operation with its keys, as its user would."""
     kind = kind_of(expr)
     if kind == "join":
-        keys = listed(expr.left_on) if listed(expr.left_on) == listed(expr.right_on) else None
-        by = keys or f"{listed(expr.left_on) or 'index'} = {listed(expr.right_on) or 'index'}"
-        return f"{expr.how} join on {by}"
+        left, right = (listed(_operand(expr, name)) for name in ("left_on", "right_on"))
+        by = left if left and left == right else f"{left or 'index'} = {right or 'index'}"
+        return f"{_operand(expr, 'how') or 'asof'} join on {by}"
     if kind == "group":
         return f"group by {listed(list(getattr(expr, 'by', ())))}"
     if kind == "sort":
@@ -151,6 +150,11 @@ def named(expr: Any) -> str:
         by = f" by {listed(list(expr.by))}" if hasattr(expr, "by") else ""
         return f"apply {_function(expr)}{by}"
     return kind or type(expr).__name__
+
+
+def _operand(expr: Any, name: str) -> Any:
+    """Return an operand; None for a parameter that a class lacks, which Dask would look for as a column."""
+    return expr.operand(name) if name in expr._parameters else None
 
 
 def _function(expr: Any) -> str:
