@@ -15,10 +15,19 @@ import numpy as np
 import pandas as pd
 from dask.base import is_dask_collection
 from dask.dataframe import Series
-from dask.dataframe.dask_expr._expr import Filter, Projection
+from dask.dataframe.dask_expr._expr import Filter, Head, Projection, ResetIndex
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
-from dask.dataframe.dask_expr._reductions import MeanAggregate, NFirst, NLast, ShuffleReduce, Sum
+from dask.dataframe.dask_expr._reductions import (
+    MeanAggregate,
+    NFirst,
+    NLargest,
+    NLast,
+    NSmallest,
+    ShuffleReduce,
+    Sum,
+    ValueCounts,
+)
 from dask.dataframe.dask_expr._shuffle import BaseSetIndexSortValues, ShuffleBase
 from dask.utils import M
 
@@ -174,6 +183,29 @@ def _begin_with_nulls(original: Callable[..., Any], sort: Any, parent: Any, depe
     if type(found) not in kinds or sort.na_position != "first":
         return found
     return kinds[type(found)](*found.operands)
+
+
+def _take_most_frequent(original: Callable[..., Any], head: Any) -> Any:
+    """Take the first of all values counted, the most frequent ones.
+
+    Dask divides the values by their hash into partitions that are in no order, unless a program asks for one,
+    and takes what is in the first of them.
+    """
+    counts = head.frame
+    if type(head) is not Head or head.n < 0:
+        return original(head)
+    if type(counts) is ResetIndex and _are_counts(counts.frame):
+        first = Head(counts.frame, *head.operands[1:])
+        return ResetIndex(first, *counts.operands[1:])
+    if _are_counts(counts):
+        kind: Callable[..., Any] = NSmallest if counts.ascending else NLargest
+        return kind(counts, head.n)
+    return original(head)
+
+
+def _are_counts(expr: Any) -> bool:
+    """Return whether an expression counts values, in the order that pandas has by default."""
+    return type(expr) is ValueCounts and expr.sort is None
 
 
 class NUniqueWithNulls(NUnique):
@@ -426,6 +458,7 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("_build_agg_args_var", _square_floats_of_steps),
     ("AsType._simplify_up", _check_after_casts),
     ("SortValues._simplify_up", _begin_with_nulls),
+    ("Head._simplify_down", _take_most_frequent),
     ("ResetIndex._simplify_up", _keep_conditions_on_labels),
     ("ApplyConcatApply._lower", _count_values_of_nulls),
     ("Mean._lower", _sum_floats),

@@ -180,6 +180,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_groupby:GroupByApply._lower", "self"),
         Seam(_EXPR + "_expr:Filter._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_expr:AsType._simplify_up", "self parent dependents"),
+        Seam(_EXPR + "_expr:Head._simplify_down", "self"),
         Seam(_EXPR + "_expr:ResetIndex._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_shuffle:SortValues._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_groupby:GroupByReduction.chunk_kwargs", "self"),

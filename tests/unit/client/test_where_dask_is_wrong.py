@@ -258,6 +258,32 @@ def test_nulls_come_first_in_all_of_a_sort(ascending: Any) -> None:
     pd.testing.assert_frame_equal(pd.concat(in_order), wanted)
 
 
+COUNTS: dict[str, Callable[[Any], Any]] = {
+    "counts": lambda values: values.value_counts(),
+    "the rarest": lambda values: values.value_counts(ascending=True),
+    "shares": lambda values: values.value_counts(normalize=True),
+    "as a frame": lambda values: values.value_counts().to_frame("number"),
+    "numbered": lambda values: values.value_counts().reset_index(),
+}
+
+
+@pytest.mark.parametrize("dtype", ["int64", "str", "Int64", "category"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_most_frequent_values_come_first(name: str, dtype: str) -> None:
+    """Each value is there once more than the one before it, so that there is one order."""
+    values = pd.Series(np.repeat(np.arange(30), np.arange(30)), name="v").sample(frac=1, random_state=0)
+    values = values.reset_index(drop=True).astype(dtype)
+    lazy, wanted = COUNTS[name](dd.from_pandas(values, npartitions=4)), COUNTS[name](values)
+    same = pd.testing.assert_series_equal if wanted.ndim == 1 else pd.testing.assert_frame_equal
+    for number in (0, 3, 100):
+        same(lazy.head(number), wanted.head(number), check_categorical=False, check_dtype=False)
+
+
+def test_values_that_a_program_wants_in_no_order_stay_in_it() -> None:
+    counts = dd.from_pandas(LEFT, npartitions=4).k.value_counts(sort=False)
+    pd.testing.assert_series_equal(counts.head(3), counts.get_partition(0).compute().head(3))
+
+
 def test_rows_are_sorted_by_a_function() -> None:
     lazy = dd.from_pandas(LEFT, npartitions=4)
     for by, options in (("x", {"ascending": False}), (["k", "j"], {"ignore_index": True})):
