@@ -5,11 +5,13 @@ Decisions and their figures: ``docs/decisions/reads.md``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import pylibcudf as plc
+
+from dask_gpurt.device.copies import DeviceSpan
 
 
 class TableOfFiles(plc.io.TableWithMetadata):  # type: ignore[misc]
@@ -82,3 +84,30 @@ def table(columns: Sequence[Any], names: Sequence[Any], facts: Sequence[Mapping[
     found = TableOfFiles(plc.Table(list(columns)), list(names))
     found.facts = facts
     return found
+
+
+def taken_apart(column: Any) -> tuple[Any, list[Any]]:
+    """Return the shape of a column, and its buffers, which keep their memory alive."""
+    spans = [
+        None if span is None or not span.size else DeviceSpan(span.ptr, span.size, span)
+        for span in (column.data(), column.null_mask())
+    ]
+    shapes, buffers = [], [span for span in spans if span is not None]
+    for child in column.children():
+        shape, more = taken_apart(child)
+        shapes.append(shape)
+        buffers += more
+    there = [span is not None for span in spans]
+    return (column.type(), column.size(), column.null_count(), column.offset(), there, shapes), buffers
+
+
+def put_together(shape: Any, buffers: Iterator[Any]) -> Any:
+    """Return a column of a shape with the next buffers."""
+    of, rows, nulls, offset, there, shapes = shape
+    data, mask = [next(buffers) if is_there else None for is_there in there]
+    return plc.Column(of, rows, data, mask, nulls, offset, [put_together(each, buffers) for each in shapes])
+
+
+def wait(stream: Any) -> None:
+    """Block until all work of a stream is done."""
+    stream.synchronize()

@@ -401,11 +401,15 @@ class PinnedTier(MemoryTier):
     """Map keys to blocks of a pool, one allocation for each object.
 
     A pool without blocks, as on a host without a GPU, is no tier: it also refuses objects without bytes.
+
+    ``give_way``: frees at least so many bytes of what is here only while nothing else needs the room, and
+    returns how many; 0 if there are none.
     """
 
-    def __init__(self, pool: BlockPool):
+    def __init__(self, pool: BlockPool, give_way: Callable[[int], int] = lambda nbytes: 0):
         super().__init__()
         self._pool = pool
+        self._give_way = give_way
 
     @property
     def capacity(self) -> int:
@@ -423,9 +427,17 @@ class PinnedTier(MemoryTier):
             ends.append(end)
         if not self.capacity:
             raise NoRoom(Tier.PINNED, end)
-        pieces = self._pool.allocate(end)
+        pieces = self._allocated(end)
         buffers = tuple(_cut(pieces, end - size, end) for end, size in zip(ends, sizes, strict=True))
         return Frames(header, buffers), pieces
+
+    def _allocated(self, nbytes: int) -> Scattered:
+        while True:
+            try:
+                return self._pool.allocate(nbytes)
+            except NoRoom:
+                if nbytes > self.capacity or not self._give_way(nbytes):
+                    raise
 
     def _free(self, pieces: Scattered) -> None:
         self._pool.free(pieces)

@@ -222,7 +222,9 @@ class ClusterMemory:
     def has_cached(self, worker: str, local: bool = False) -> bool:
         """Return whether a worker has cached any files, which are local ones on GPUs only."""
         tiers = [tier for tier in Tier if self._cells.get(worker, {}).get((str(tier), CACHED))]
-        return Tier.DEVICE in tiers and worker in self._on_gpu if local else bool(tiers)
+        if local:
+            return worker in self._on_gpu and not {Tier.DEVICE, Tier.PINNED}.isdisjoint(tiers)
+        return bool(tiers)
 
     def workers(self) -> list[str]:
         """Return the workers that have reported, sorted."""

@@ -242,12 +242,13 @@ METRICS: Mapping[str, Metric] = {
         _counter(
             "reads.bytes.{source}",
             "bytes that tasks read of Parquet files: of remote ones from the `cache`, or the `store`; on a "
-            "GPU of columns that were on the `device`, or had to be `decoded`",
+            "GPU of columns that were on the `device`, were in `pinned` memory, or had to be `decoded`",
             Unit.BYTES,
         ),
         _counter(
             "reads.hits.{source}",
-            "times that tasks found ranges of remote files in the `cache`, or columns on the `device`",
+            "times that tasks found ranges of remote files in the `cache`, columns on the `device`, or in "
+            "`pinned` memory",
         ),
         _counter(
             "reads.seconds.saved",

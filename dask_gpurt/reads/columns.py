@@ -17,13 +17,16 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads.eviction import ADMITTED_ONE_IN, EvictingCache, count_found
+
+if TYPE_CHECKING:
+    from dask_gpurt.reads.below import ColumnsBelow
 
 #: The device and the inode of a file, its size, and the times of its modification and change.
 Version = tuple[int, int, int, int, int]
@@ -121,12 +124,25 @@ class Tables(Protocol):
         """Return a table of columns as the library's reader would."""
         ...
 
+    def taken_apart(self, column: Any) -> tuple[Any, list[Any]]:
+        """Return the shape of a column, and its buffers."""
+        ...
+
+    def put_together(self, shape: Any, buffers: Iterator[Any]) -> Any:
+        """Return a column of a shape with the next buffers."""
+        ...
+
+    def wait(self, stream: Any) -> None:
+        """Block until all work of a stream is done."""
+        ...
+
 
 class Column(NamedTuple):
     """Hold a column of a part.
 
     ``name``: its name, with those of the fields of its type.
     ``kind``: its type.
+    ``data``: the library's column, or a :class:`~dask_gpurt.reads.below.Stored` one.
     """
 
     name: Any
@@ -155,6 +171,13 @@ class Kept:
             return self.layouts.get(asked)
         return asked
 
+    def with_those(self, other: Kept | None) -> Kept:
+        """Return what is kept here, and what is elsewhere of the same version."""
+        if other is None:
+            return self
+        columns, layouts = other.columns | self.columns, other.layouts | self.layouts
+        return Kept(self.version, self.facts, layouts, columns)
+
 
 def stored_index(facts: Mapping[bytes, bytes]) -> tuple[str, ...]:
     """Return the columns of a file that are the index of a frame, by what pandas has noted in its footer."""
@@ -163,24 +186,47 @@ def stored_index(facts: Mapping[bytes, bytes]) -> tuple[str, ...]:
 
 
 class ColumnCache(EvictingCache):
-    """Hold columns of parts, each of one version of its file. Thread-safe."""
+    """Hold columns of parts, each of one version of its file. Thread-safe.
 
-    def __init__(self, room: Callable[[], int], changed: Callable[[int], None]):
+    ``below``: takes columns that are dropped here, or find no room.
+    """
+
+    def __init__(
+        self,
+        room: Callable[[], int],
+        changed: Callable[[int], None],
+        below: ColumnsBelow | None = None,
+    ):
         super().__init__(room, changed)
+        self.below = below
         self._parts: dict[Part, Kept] = {}
         self._asked = itertools.count(1)
 
     def find(self, part: Part, version: Hashable, wanted: Names) -> Kept | None:
         """Return what is kept of a version of a part, with those columns that a read would give."""
+        here, is_whole = self._find(part, version, wanted)
+        if self.below is None or is_whole:
+            return here
+        lower = self.below.find(part, version, wanted)
+        return lower if here is None else here.with_those(lower)
+
+    def _find(self, part: Part, version: Hashable, wanted: Names) -> tuple[Kept | None, bool]:
+        """Return what is kept here, and whether that is all that a read would give."""
         with self._lock:
             kept = self._parts.get(part)
             if kept is None or kept.version != version:
-                return None
+                return None, False
             names = kept.names(wanted) or ()
             found = {name: kept.columns[name] for name in names if name in kept.columns}
             for name in found:
                 self._order.move_to_end((part, name))
-            return Kept(version, kept.facts, dict(kept.layouts), found)
+            return Kept(version, kept.facts, dict(kept.layouts), found), 0 < len(names) == len(found)
+
+    def has(self, part: Part, version: Hashable, name: str) -> bool:
+        """Return whether a column is kept."""
+        with self._lock:
+            kept = self._parts.get(part)
+            return kept is not None and kept.version == version and name in kept.columns
 
     def takes(self, nbytes: int) -> bool:
         """Return whether to keep so many bytes: if they fit, or, of those for which others go, some."""
@@ -189,11 +235,11 @@ class ColumnCache(EvictingCache):
 
     def keep(self, part: Part, found: Kept) -> None:
         """Add columns of a part, as far as there is room; forget those of other versions."""
-        dropped = []  # freed without the lock, as in `release`
+        dropped, stale = [], []  # freed without the lock, as in `release`
         with self._lock:
             kept = self._parts.get(part)
             if kept is not None and kept.version != found.version:
-                dropped += [self._drop((part, name)) for name in list(kept.columns)]
+                stale += [self._drop((part, name)) for name in list(kept.columns)]
             for name, column in found.columns.items():
                 if (part, name) in self._order or (room := self._room() - column.nbytes) < 0:
                     continue
@@ -205,14 +251,28 @@ class ColumnCache(EvictingCache):
             if (kept := self._parts.get(part)) is not None and len(kept.layouts) < MAX_LAYOUTS:
                 kept.layouts.update(found.layouts)
             self._changed(self.nbytes)
+        if stale or dropped:
+            with self._freeing:
+                super()._free(stale)
+                self._free(dropped)
 
-    def _forget(self, key: tuple[Part, str]) -> Column:
+    def close(self) -> None:
+        self.below = None
+        super().close()
+
+    def _free(self, dropped: list[tuple[Part, Kept]]) -> None:
+        if self.below is not None:
+            for part, kept in dropped:
+                self.below.take(part, kept)
+        super()._free(dropped)
+
+    def _forget(self, key: tuple[Part, str]) -> tuple[Part, Kept]:
         part, name = key
         kept = self._parts[part]
         column = kept.columns.pop(name)
         if not kept.columns:
             del self._parts[part]
-        return column
+        return part, Kept(kept.version, kept.facts, dict(kept.layouts), {name: column})
 
 
 class ColumnRead:
@@ -243,11 +303,15 @@ class ColumnRead:
         self._read, self._spare, self._metrics = read, spare, metrics
         self._versions: tuple[Hashable, ...] = ()
         self._used: list[Kept] = []
-        self._new: list[Kept] = []
+        #: What is to be kept on the device, and below it, and what was copied from there.
+        self._new: list[tuple[Part, Kept]] = []
+        self._lower: list[tuple[Part, Kept]] = []
+        self._raised: list[list[Column]] = []
+        self._stream: Any = None
 
     def read(self, stream: Any) -> Any:
         """Return a table as the library's reader would."""
-        parts = self._asked.parts
+        parts, self._stream = self._asked.parts, stream
         self._versions = self._asked.versions()
         found = [
             self._cache.find(part, version, self._asked.columns)
@@ -266,12 +330,20 @@ class ColumnRead:
     @property
     def new_columns(self) -> list[Any]:
         """Return the columns that were made to be kept."""
-        return [column.data for kept in self._new for column in kept.columns.values()]
+        return [column.data for _, kept in self._new for column in kept.columns.values()]
 
     def keep(self) -> None:
-        """Keep what was read, after all others will see it."""
-        for part, kept in zip(self._asked.parts, self._new, strict=False):
+        """Keep what was read, after all others will see it. Blocks while columns are copied down."""
+        for part, kept in self._new:
             self._cache.keep(part, kept)
+        if self._lower and (below := self._cache.below) is not None:
+            self._tables.wait(self._stream)
+            for part, kept in self._lower:
+                below.take(part, kept, ordered=False)
+        self._used.clear()
+        self._raised.clear()
+        if self._cache.below is not None:
+            self._cache.below.delete_unused()
 
     def _names(self) -> Names:
         """Return the columns that the read would give; None if that is not known, or not the same in all."""
@@ -306,14 +378,40 @@ class ColumnRead:
             if not specs.keys() >= {*missing} or not self._take(table, missing, stream):
                 return self._whole(stream)  # replaced in between
             columns = dict(zip(specs, tables.columns(table), strict=True))
-        held = [[kept.columns[name] for name in shared] for kept in self._used]
+        try:
+            held = self._held([[kept.columns[name] for name in shared] for kept in self._used], stream)
+        except MemoryError:  # the library may need less at a time
+            return self._whole(stream)
         copies = tables.joined([[column.data for column in part] for part in held], stream)
         columns.update(zip(shared, copies, strict=True))
         specs.update((name, column.name) for name, column in zip(shared, held[0], strict=True))
-        nbytes = sum(column.nbytes for part in held for column in part)
-        count_found(self._metrics, self._cache, nbytes, "device")
         facts = [kept.facts for kept in self._used]
         return tables.table([columns[name] for name in names], [specs[name] for name in names], facts)
+
+    def _held(self, parts: list[list[Column]], stream: Any) -> list[list[Column]]:
+        """Return columns with those that are below the device copied to it, and count them."""
+        below, every = self._cache.below, [column for part in parts for column in part]
+        lower = [] if below is None else [column for column in every if below.holds(column)]
+        nbytes = sum(column.nbytes for column in every) - sum(column.nbytes for column in lower)
+        if nbytes:
+            count_found(self._metrics, self._cache, nbytes, "device")
+        if below is None or not lower:
+            return parts
+        copied = dict(zip(map(id, lower), below.raised(lower), strict=True))
+        self._raised = [[copied.get(id(column), column) for column in part] for part in parts]
+        nbytes = sum(column.nbytes for column in copied.values())
+        count_found(self._metrics, self._cache, nbytes, "pinned")
+        if self._cache.takes(nbytes):
+            with contextlib.suppress(MemoryError), self._spare():
+                self._keep_raised({id(column) for column in copied.values()}, stream)
+        return self._raised
+
+    def _keep_raised(self, copied: Container[int], stream: Any) -> None:
+        for part, kept, columns in zip(self._asked.parts, self._used, self._raised, strict=True):
+            new = [column for column in columns if id(column) in copied]
+            copies = self._tables.joined([[column.data for column in new]], stream) if new else ()
+            found = {_name(old.name): old._replace(data=one) for old, one in zip(new, copies, strict=True)}
+            self._new.append((part, Kept(kept.version, kept.facts, kept.layouts, found)))
 
     def _take(self, table: Any, only: Sequence[str] | None, stream: Any) -> bool:
         """Copy the columns of a table to keep them; return whether the files are what they were before.
@@ -329,10 +427,14 @@ class ColumnRead:
         if only is None and not self._is_expected(names, tables.facts(table)):
             return True
         taken = [at for at, name in enumerate(names) if only is None or name in only]
-        lasting = self._asked.are_lasting(self._versions)
-        if lasting and self._cache.takes(sum(tables.nbytes(columns[at]) for at in taken)):
+        nbytes, below = sum(tables.nbytes(columns[at]) for at in taken), self._cache.below
+        if not self._asked.are_lasting(self._versions):
+            return True
+        if (here := self._cache.takes(nbytes)) or (below is not None and below.takes(nbytes)):
             layouts = {self._asked.columns: names} if only is None else {}
-            self._copy(table, [specs[at] for at in taken], [columns[at] for at in taken], layouts, stream)
+            into = self._new if here else self._lower
+            chosen = [specs[at] for at in taken], [columns[at] for at in taken]
+            self._copy(table, *chosen, layouts, into, stream)
         return True
 
     def _is_expected(self, names: tuple[str, ...], facts: Sequence[Mapping[bytes, bytes]]) -> bool:
@@ -343,7 +445,13 @@ class ColumnRead:
         return asked is None or names == asked or (bool(index) and {*names} == {*asked, *index})
 
     def _copy(
-        self, table: Any, specs: Sequence[Any], columns: Sequence[Any], layouts: dict[Names, Any], stream: Any
+        self,
+        table: Any,
+        specs: Sequence[Any],
+        columns: Sequence[Any],
+        layouts: dict[Names, Any],
+        into: list[tuple[Part, Kept]],
+        stream: Any,
     ) -> None:
         """Copy columns of a table as those of its parts, if there is memory for it."""
         tables = self._tables
@@ -351,12 +459,14 @@ class ColumnRead:
         if not columns or not len(rows) == len(facts) == len(self._versions):
             return
         with contextlib.suppress(MemoryError), self._spare():
-            copies = tables.copies(columns, rows, stream)
-            for version, of_file, part in zip(self._versions, facts, copies, strict=True):
+            as_they_are = into is self._lower and len(rows) == 1  # copied down before anyone gets them
+            copies = [columns] if as_they_are else tables.copies(columns, rows, stream)
+            whole = zip(self._asked.parts, self._versions, facts, copies, strict=True)
+            for part, version, of_file, copied in whole:
                 kept = Kept(version, of_file, layouts)
-                for spec, data in zip(specs, part, strict=True):
+                for spec, data in zip(specs, copied, strict=True):
                     kept.columns[_name(spec)] = Column(spec, tables.kind(data), data, tables.nbytes(data))
-                self._new.append(kept)
+                into.append((part, kept))
 
 
 def _name(spec: Any) -> str:

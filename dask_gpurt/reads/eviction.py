@@ -38,6 +38,8 @@ class EvictingCache(ABC):
         #: The bytes of each thing; the one to drop next comes first.
         self._order: OrderedDict[Any, int] = OrderedDict()
         self._lock = threading.Lock()
+        #: Held while a thing is freed, which may take long; taken before the other lock.
+        self._freeing = threading.RLock()
         self.nbytes = 0
         #: How many things have been released, and freed.
         self.releases = 0
@@ -71,7 +73,8 @@ class EvictingCache(ABC):
     def release(self, nbytes: int) -> int:
         """Drop at least so many bytes, if there are as many; return how many were dropped.
 
-        One thing is freed after the other, so that what is here is what another thread can still free::
+        One thing is freed after the other, so that what is here is what another thread can still free, and
+        nobody finds nothing to drop while the last thing is being freed::
 
             Thread 1: drops everything, for a task        Thread 2: runs that task, and has no memory;
             that starts, and begins to free it            must not find that there is nothing to drop
@@ -83,21 +86,26 @@ class EvictingCache(ABC):
 
     def _release_next(self) -> int | None:
         """Drop what is to go next, and return its bytes; None if there is nothing."""
-        with self._lock:
-            if not self._order:
-                return None
-            key, size = next(iter(self._order.items()))
-            dropped = self._drop(key)
-            self._changed(self.nbytes)
-        del dropped  # without the lock: freeing memory of a device may take long
-        with self._lock:
-            self.releases += 1
-        return size
+        with self._freeing:
+            with self._lock:
+                if not self._order:
+                    return None
+                key, size = next(iter(self._order.items()))
+                dropped = [self._drop(key)]
+                self._changed(self.nbytes)
+            self._free(dropped)  # without the lock: freeing memory of a device may take long
+            with self._lock:
+                self.releases += 1
+            return size
 
     def close(self) -> None:
         """Drop everything, and keep nothing from now on."""
         self._room = int
         self.release(sys.maxsize)  # also what another thread keeps just now, having asked for room before
+
+    def _free(self, dropped: list[Any]) -> None:
+        """Free things that were dropped, whose only references these are. Without the lock."""
+        dropped.clear()
 
     # ---- under the lock ----------------------------------------------------------------------------
 

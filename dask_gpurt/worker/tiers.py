@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from dask.typing import Key
@@ -34,6 +35,7 @@ from dask_gpurt.memory.spilling import next_use
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.columns import ColumnCache
 from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.topology.hosts import memory_of_host, nvml_library
@@ -99,6 +101,7 @@ class WorkerTiers:
             register=self.device.register if isinstance(self.device, Pinning) else None,
             failed=lambda error: metrics.fallback(Fallback.MEMORY_NOT_PINNED, str(error)),
         )
+        self._pinned_tier = PinnedTier(self.pinned, lambda nbytes: self.below.release(nbytes))
         self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
         self.ledger = Ledger(self._capacities())
         self.ledger.shared_memory = self._shared_memory()
@@ -119,8 +122,18 @@ class WorkerTiers:
         self._host_tier = self.tiered_buffer.host_tier
         #: Ranges of files that tasks have read, in what the live tier in host memory has left.
         self.ranges = RangeCache(self._left_for_ranges, partial(self.ledger.set, self._host_tier, CACHED))
+        #: Columns of files that were on the device, in what the pinned tier has left.
+        self.below = ColumnsBelow(
+            self._pinned_tier,
+            self.device,
+            partial(import_module, "dask_gpurt.device.cuda_tables"),
+            self._left_below,
+            partial(self.ledger.set, Tier.PINNED, CACHED),
+        )
         #: Columns of files, in what the device tier of a GPU has left.
-        self.columns = ColumnCache(self._left_for_columns, partial(self.ledger.set, Tier.DEVICE, CACHED))
+        self.columns = ColumnCache(
+            self._left_for_columns, partial(self.ledger.set, Tier.DEVICE, CACHED), self.below
+        )
         self._dropping = False
         self._seen = threading.local()
         self._guard: Guard | None = None
@@ -196,6 +209,7 @@ class WorkerTiers:
             self._guard.remove()
         self.reporter.close()
         await in_thread(self.columns.close)
+        await in_thread(self.below.close)
         await in_thread(self.tiered_buffer.close)
         self.executor.shutdown(wait=False)
 
@@ -254,6 +268,13 @@ class WorkerTiers:
             return 0
         return self._left_to_keep(self.limits.device, self.limits.device, self.ledger.headroom(Tier.DEVICE))
 
+    def _left_below(self) -> int:
+        """Return the bytes that columns of files may have now in the pinned tier. From any thread."""
+        if self._guard is None:
+            return 0
+        others = self.pinned.used - self.below.nbytes
+        return self._left_to_keep(self.limits.pinned, self.limits.pinned, self.limits.pinned - others)
+
     def _left_to_keep(self, live: int, total: int, headroom: int) -> int:
         asked = self.settings.cache
         most = asked.of(total) if isinstance(asked, Size) else int(CACHE_SHARE * live)
@@ -279,7 +300,7 @@ class WorkerTiers:
 
     def _lower_tiers(self) -> dict[Tier, Any]:
         return {
-            Tier.PINNED: PinnedTier(self.pinned),
+            Tier.PINNED: self._pinned_tier,
             # An integrated GPU shares the host's memory: a copy there would free nothing.
             Tier.HOST: HostTier(0 if self.device.integrated else self.limits.host),
             Tier.DISK: self.disk,
@@ -353,7 +374,7 @@ class WorkerTiers:
     def _managed_on_host(self) -> int:
         device = self.ledger.used(Tier.DEVICE) if self.tiered_buffer.host_tier is Tier.DEVICE else 0
         cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, SPILLED_BY_LIBRARY))
-        cells += self.ranges.nbytes
+        cells += self.ranges.nbytes + self.below.nbytes
         return device + cells + self.ledger.used(Tier.PINNED)
 
     def _pressure(self, process: int) -> int:

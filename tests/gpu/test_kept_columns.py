@@ -20,7 +20,10 @@ import pytest
 
 import dask_gpurt
 from benchmarks.reads.store import serve
+from dask_gpurt.memory.host import BlockPool, PinnedTier
+from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.columns import LEAST_AGE_NS, ColumnCache, ColumnRead
 from dask_gpurt.worker.kept_reads import asked_of
 from tests.helpers.clusters import cluster
@@ -60,13 +63,24 @@ def files(tmp_path: Path) -> list[str]:
     return paths
 
 
-def test_columns_of_all_types_are_those_of_the_library(files: list[str]) -> None:
+def unseen(nbytes: int) -> None:
+    """Take the bytes of a cache."""
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.PINNED])
+def test_columns_of_all_types_are_those_of_the_library(files: list[str], tier: Tier) -> None:
     import pylibcudf as plc
+    from rmm.pylibrmm.stream import DEFAULT_STREAM
 
     from dask_gpurt.device import cuda_tables
+    from dask_gpurt.device.cuda import CudaDevice
 
     calls = []
-    cache = ColumnCache(lambda: 1 << 30, lambda nbytes: None)
+    device, cache = CudaDevice(), ColumnCache(lambda: 1 << 30, unseen)
+    if tier is Tier.PINNED:
+        pinned = PinnedTier(BlockPool(1 << 28, register=device.register))
+        below = ColumnsBelow(pinned, device, lambda: cuda_tables, lambda: 1 << 28, unseen)
+        cache = ColumnCache(int, unseen, below)
 
     def read(
         paths: list[str], columns: list[str] | None, groups: Any = None, *, plainly: bool = False
@@ -88,7 +102,7 @@ def test_columns_of_all_types_are_those_of_the_library(files: list[str]) -> None
         asked = asked_of(paths, "cudf", columns, groups)
         assert asked is not None
         reading = ColumnRead(cache, cuda_tables, asked, call, contextlib.nullcontext, Metrics())
-        found = reading.read(None)
+        found = reading.read(DEFAULT_STREAM)
         reading.keep()
         return found
 
@@ -111,6 +125,12 @@ def test_columns_of_all_types_are_those_of_the_library(files: list[str]) -> None
     same(files[:2], every[1:5], [[0, 2], [3]])
     same(files[:1], every, [[]])
     assert calls == [None, None, ["real", "time"], None]
+    if tier is Tier.PINNED:
+        assert pinned.used == below.nbytes > 0
+        below.close()
+        assert pinned.used == 0
+        pinned.close()
+    device.close()
 
 
 def test_files_of_a_store_are_fetched_and_decoded_once_until_they_are_replaced(tmp_path: Path) -> None:
@@ -177,3 +197,28 @@ def test_what_a_task_writes_into_its_result_and_full_memory_change_nothing(files
         report = dask_gpurt.report(client)
         assert report["counters"]["reads.bytes.device"] >= 5 * report["counters"]["reads.bytes.decoded"] > 0
         assert "reads.not-kept" not in report["fallbacks"]
+
+
+def test_columns_whose_room_is_needed_come_back_from_pinned_memory(files: list[str]) -> None:
+    def room(dask_worker: Any) -> tuple[int, int, int]:
+        tiers = dask_worker.plugins["gpurt"].tiers
+        tiers.tiered_buffer.reservations.reserve("everything", tiers.limits.device, Tier.DEVICE)
+        tiers._drop_columns()
+        tiers.tiered_buffer.reservations.cancel("everything")
+        return tiers.columns.nbytes, tiers.below.nbytes, tiers.pinned.used
+
+    names = ["number", "maybe", "word"]
+    expected = pd.concat([table(number).to_pandas() for number in range(3)])[names]
+    with cluster("cudf", 1) as client, dask.config.set({"dataframe.backend": "cudf"}):
+        for _ in range(3):
+            found = dd.read_parquet(files, columns=names, blocksize=None).compute().to_pandas()
+            assert int(found.number.sum()) == expected.number.sum()
+            assert int(found.maybe.sum()) == expected.maybe.sum()
+            assert list(found.word.fillna("")) == list(expected.word.fillna(""))
+            ((kept, below, used),) = client.run(room).values()
+            assert (kept, below) == (0, used)
+            assert below > 0
+        counters = dask_gpurt.report(client)["counters"]
+        assert counters["reads.bytes.pinned"] == 2 * counters["reads.bytes.decoded"] > 0
+        memory = dask_gpurt.memory_usage(client).to_pandas()
+        assert memory[memory.tier == "pinned"].cached.sum() == below

@@ -7,10 +7,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -18,13 +20,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.config import Size
+from dask_gpurt.memory.host import BlockPool, PinnedTier
 from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
-from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.memory.serialize import raw_frames
+from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import columns as module
+from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
 from dask_gpurt.worker.kept_reads import asked_of
 from dask_gpurt.worker.tiers import WorkerTiers
+from tests.helpers.far_device import Far, FarDevice
 
 COLUMNS = ("a", "b", "c")
 INDEX = {b"pandas": b'{"index_columns": ["i"]}'}
@@ -73,6 +79,15 @@ class Tables:
 
     def joined(self, parts: Sequence[Sequence[Any]], stream: Any) -> list[Any]:
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def taken_apart(self, column: np.ndarray) -> tuple[Any, list[Any]]:
+        return column.dtype, [Far(column.view(np.uint8))] if column.size else []
+
+    def put_together(self, shape: Any, buffers: Iterator[Any]) -> np.ndarray:
+        return next(buffers).memory.view(shape)
+
+    def wait(self, stream: Any) -> None:
+        pass
 
     def table(self, columns: Sequence[Any], names: Sequence[Any], facts: Sequence[Any]) -> Table:
         return Table(tuple(name for name, _ in names), list(columns), [], list(facts))
@@ -143,23 +158,46 @@ def same(one: Table, other: Table) -> bool:
     )
 
 
+def below(room: Callable[[], int], told: Callable[[int], None] = lambda nbytes: None) -> ColumnsBelow:
+    """Return a tier of blocks of 16 KiB, as large as a cache of columns."""
+    tier = PinnedTier(BlockPool(16 << 10, block=256), lambda nbytes: found.release(nbytes))
+    found = ColumnsBelow(tier, FarDevice(), Tables, room, told)
+    return found
+
+
+def both(room: int = 10_000, lower: int = 16 << 10) -> ColumnCache:
+    return ColumnCache(lambda: room, lambda nbytes: None, below(lambda: lower))
+
+
 FILES = st.sampled_from([(0,), (1,), (2,), (1, 2), (2, 1), (0, 1)])
 NAMES = st.sampled_from([None, ("a",), ("b", "a"), ("a", "b", "c"), ("c", "b"), ("a", "none")])
 STEPS = st.lists(
-    st.tuples(FILES, NAMES, st.sampled_from([None, None, 0, 1, 2]), st.booleans(), st.integers(0, 600)),
+    st.tuples(
+        FILES,
+        NAMES,
+        st.sampled_from([None, None, 0, 1, 2]),
+        st.booleans(),
+        st.integers(0, 600),
+        st.integers(0, 2000),
+    ),
     max_size=40,
 )
 
 
-@given(steps=STEPS)
-def test_reads_are_as_the_library_makes_them(steps: list[tuple[Any, Any, int | None, bool, int]]) -> None:
+@given(steps=STEPS, has_below=st.booleans())
+def test_reads_are_as_the_library_makes_them(
+    steps: list[tuple[Any, Any, int | None, bool, int, int]], has_below: bool
+) -> None:
     """Whatever is replaced, before or during a read, evicted, or written into earlier results."""
-    room, told = 600, [0]
-    cache = ColumnCache(lambda: room, told.append)
+    room, lower, told, told_below = 600, 2000, [0], [0]
+    under = below(lambda: lower, told_below.append)
+    cache = ColumnCache(lambda: room, told.append, under if has_below else None)
     with simulated() as library:
-        for files, names, replaced, during, room in steps:  # the cache asks for it
+        for files, names, replaced, during, room, lower in steps:  # the caches ask for them
             cache.fit()
+            under.fit()
             assert cache.nbytes <= room
+            assert under._tier.used == under.nbytes <= lower
             if replaced is not None and during:
                 library.replaced_by_read = replaced
             elif replaced is not None:
@@ -171,6 +209,10 @@ def test_reads_are_as_the_library_makes_them(steps: list[tuple[Any, Any, int | N
             for column in found.columns:
                 column[:] = -1
             assert told[-1] == cache.nbytes <= room
+            assert told_below[-1] == under.nbytes <= lower
+    cache.close()
+    under.close()
+    assert under._tier.used == 0
 
 
 def test_only_what_is_not_there_is_read(library: Library) -> None:
@@ -255,6 +297,116 @@ def test_a_table_larger_than_the_cache_does_not_evict_itself(library: Library) -
             library.read(cache, (file,), ("a",))
         served.append(20 - len(library.calls))
     assert min(served[1:]) >= 4
+
+
+# ---- columns below the device -----------------------------------------------------------------------
+
+
+def test_columns_that_have_to_go_come_back_from_below(library: Library) -> None:
+    cache, metrics = both(), Metrics()
+    for files in ((1,), (2,)):
+        library.read(cache, files, ("a", "b"))
+    cache.release(cache.nbytes)
+    library.calls.clear()
+    assert cache.nbytes == 0
+    for files, names in (((1, 2), ("b", "a")), ((1,), ("c", "a")), ((1, 2), ("a",))):
+        assert same(library.read(cache, files, names, metrics=metrics), library.table(files, names))
+    assert library.calls == [["c"]]
+    both_files, one = 8 * (2 * ROWS + 3), 8 * (ROWS + 1)
+    # Raised columns stay on the device again.
+    found = {("decoded",): one, ("pinned",): 2 * both_files, ("device",): one + both_files}
+    assert metrics.total("reads.bytes.{source}") == found
+    assert metrics.total("reads.hits.{source}") == {("pinned",): 1, ("device",): 2}
+
+
+def test_columns_that_find_no_room_on_the_device_are_kept_below(library: Library) -> None:
+    cache = both(room=0)
+    library.read(cache, (1, 2), None)
+    library.read(cache, (0,), ("a",))
+    library.calls.clear()
+    for files, names in (((1,), ("b",)), ((2, 1), None), ((0,), ("a",))):
+        assert same(library.read(cache, files, names), library.table(files, names))
+    assert (library.calls, cache.nbytes) == ([], 0)
+
+
+def test_a_file_replaced_after_its_columns_went_below_is_read(library: Library) -> None:
+    cache = both()
+    library.read(cache, (1,), None)
+    cache.release(cache.nbytes)
+    library.versions[1] += 1
+    assert same(library.read(cache, (1,), None), library.table((1,), None))
+    assert library.calls == [None, None]
+
+
+def test_data_that_is_spilled_takes_the_room_of_columns(library: Library) -> None:
+    """Even if the columns were just read: their memory is free once the read is over."""
+    cache = both(room=0)
+    under = cache.below
+    assert under is not None
+    library.read(cache, (1,), None)
+    used = under._tier.used
+    reading = [column for kept in under._parts.values() for column in kept.columns.values()]
+    assert under.release(used) == used == under._tier.used
+    del reading
+    whole = np.zeros(16 << 10, np.uint8)
+    fence = under._tier.put("data", raw_frames([whole]), FarDevice(), ordered=True)
+    fence()
+    assert (under.nbytes, under._tier.used) == (0, whole.nbytes)
+    with pytest.raises(NoRoom):
+        under._tier.put("more", raw_frames([whole]), FarDevice(), ordered=True)
+
+
+def test_a_column_that_is_copied_back_outlives_its_place_below(library: Library) -> None:
+    cache = both(room=0)
+    under = cache.below
+    assert under is not None
+    library.read(cache, (1,), ("a",))
+    gather = under._device.gather_all
+
+    def late(scattered: Any) -> Any:
+        under.release(under.nbytes)
+        again = np.full(16 << 8, 255, np.uint8)
+        under._tier.put("data", raw_frames([again]), FarDevice(), ordered=True)()
+        return gather(scattered)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(under._device, "gather_all", late)
+        assert same(library.read(cache, (1,), ("a",)), library.table((1,), ("a",)))
+    assert library.calls == [None]
+
+
+def test_without_memory_to_copy_columns_back_they_are_decoded(library: Library) -> None:
+    cache = both(room=0)
+    library.read(cache, (1,), ("a",))
+    under = cache.below
+    assert under is not None
+    under._device.gather_all = MagicMock(side_effect=MemoryError)  # type: ignore[method-assign]
+    assert same(library.read(cache, (1,), ("a",)), library.table((1,), ("a",)))
+    assert library.calls == [None, None]
+
+
+def test_an_allocation_that_fails_waits_for_the_last_column_to_go_down(library: Library) -> None:
+    """Otherwise it would find nothing to drop, and spill data, or fail."""
+    cache = both()
+    under = cache.below
+    assert under is not None
+    library.read(cache, (1,), ("a",))
+    going, go, scatter = threading.Event(), threading.Event(), under._device.scatter
+
+    def slow(*given: Any, **named: Any) -> Any:
+        going.set()
+        go.wait(10)
+        return scatter(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(under._device, "scatter", slow)
+        first = threads.submit(cache.release, 1)
+        going.wait(10)
+        second = threads.submit(lambda: (cache.release(1), cache.releases))
+        assert not wait([second], timeout=0.05).done
+        go.set()
+        assert first.result() > 0
+        assert second.result() == (0, 1)
 
 
 CALL: dict[str, Any] = {"filepaths_or_buffers": ["/x", "/y"], "engine": "cudf", "columns": ["a", "b"]}
@@ -386,6 +538,17 @@ def test_columns_take_only_what_the_device_tier_has_left() -> None:
         assert tiers.room() == 100
         tiers._guard = None  # allocations of others would fail
         assert tiers.room() == 0
+
+
+def test_columns_below_leave_half_of_the_pinned_tier_and_all_that_others_have() -> None:
+    tiers = Tiers()
+    tiers.limits = Limits(1000, 800, 0, 0)
+    tiers.pinned, tiers.below = SimpleNamespace(used=100), SimpleNamespace(nbytes=100)
+    assert WorkerTiers._left_below(tiers) == 400  # type: ignore[arg-type]
+    tiers.pinned.used = 700
+    assert WorkerTiers._left_below(tiers) == 200  # type: ignore[arg-type]
+    tiers._guard = None
+    assert WorkerTiers._left_below(tiers) == 0  # type: ignore[arg-type]
 
 
 def test_an_allocation_that_fails_drops_columns_before_anything_is_spilled(library: Library) -> None:
