@@ -1,6 +1,9 @@
 """Read the tables of TPC-H again and again from an object store, with and without what workers keep of it.
 
 ``python -m benchmarks.reads.passes DATA --rate 200e6 --json benchmarks/results/NAME.json``
+
+With ``--backend cudf`` each side is a worker on a GPU, or several. With ``--total 200e6`` all connections of
+the store have so much together, as a worker opens many of them.
 """
 
 from __future__ import annotations
@@ -48,9 +51,9 @@ class StoredTables:
 
 
 @contextlib.contextmanager
-def store(folder: Path, rate: float, latency: float) -> Iterator[str]:
+def store(folder: Path, rate: float, latency: float, total: float) -> Iterator[str]:
     """Serve a folder in a process of its own; yield the URL."""
-    options = ["--rate", str(rate), "--latency", str(latency)]
+    options = ["--rate", str(rate), "--latency", str(latency), "--total", str(total)]
     command = [sys.executable, "-m", "benchmarks.reads.store", str(folder), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -94,19 +97,25 @@ def forget(client: Client) -> None:
     """Drop what the workers have kept."""
 
     def drop(dask_worker: Any) -> None:
-        ranges = dask_worker.plugins["gpurt"].tiers.ranges
-        ranges.release(ranges.nbytes)
+        tiers = dask_worker.plugins["gpurt"].tiers
+        for kept in (tiers.ranges, tiers.columns, tiers.below):
+            kept.release(kept.nbytes)
 
     client.run(drop)
 
 
+def _local(workers: int, backend: str) -> Any:
+    if backend == "pandas":
+        return LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
+    from dask_cuda import LocalCUDACluster
+
+    return LocalCUDACluster(n_workers=workers, rmm_pool_size=0.3, dashboard_address=":0")
+
+
 @contextlib.contextmanager
-def cluster(cache: str, workers: int) -> Iterator[Client]:
+def cluster(cache: str, workers: int, backend: str) -> Iterator[Client]:
     """Run a cluster of workers with a thread each."""
-    with (
-        LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as local,
-        Client(local, set_as_default=False) as client,
-    ):
+    with _local(workers, backend) as local, Client(local, set_as_default=False) as client:
         with dask.config.set({"gpurt.cache": cache}):
             dask_gpurt.enable(client)
         yield client
@@ -135,24 +144,32 @@ def timed(client: Client, url: str, what: str) -> dict[str, float]:
 @click.argument("data", type=click.Path(path_type=Path))
 @click.option("--rate", default=200e6, help="Bytes per second for each connection.")
 @click.option("--latency", default=0.03, help="Seconds before the first byte of an answer.")
+@click.option("--total", default=1e12, help="Bytes per second for all connections.")
 @click.option("--workers", default=4)
+@click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas")
+@click.option("--cache", default="auto", help="The setting of the side that keeps files.")
+@click.option("--off/--no-off", default=True, help="Whether to measure without the cache, too.")
 @click.option("--rounds", default=5)
 @click.option("--what", "chosen", multiple=True, default=tuple(PASSES), type=click.Choice(tuple(PASSES)))
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(data: Path, output: Path | None, chosen: tuple[str, ...], **options: Any) -> None:
     """Measure passes without the cache, with an empty one, and with what that pass has kept, in turns."""
     rows = []
-    with (
-        store(data, options["rate"], options["latency"]) as url,
-        cluster("off", options["workers"]) as off,
-        cluster("auto", options["workers"]) as auto,
-    ):
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(store(data, *(options[name] for name in ("rate", "latency", "total"))))
+        stack.enter_context(dask.config.set({"dataframe.backend": options["backend"]}))
+
+        def side(cache: str) -> Client:
+            return stack.enter_context(cluster(cache, options["workers"], options["backend"]))
+
+        kept = side(options["cache"])
+        sides = {**({"off": side("off")} if options["off"] else {}), "first": kept, "second": kept}
         for what in chosen:
-            for client in (off, auto):  # imports, and plans
+            for client in dict.fromkeys(sides.values()):  # imports, and plans
                 timed(client, url, what)
             for _ in range(options["rounds"]):
-                forget(auto)
-                for name, client in (("off", off), ("first", auto), ("second", auto)):
+                forget(kept)
+                for name, client in sides.items():
                     rows.append({"what": what, "pass": name, **timed(client, url, what)})
                     click.echo(str(rows[-1]))
     about = {"what": WHAT, "date": datetime.now(UTC).isoformat(), **options, **environment()}
@@ -165,7 +182,7 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for what in dict.fromkeys(row["what"] for row in rows):
         of = {
             name: [row for row in rows if (row["what"], row["pass"]) == (what, name)]
-            for name in ("off", "first", "second")
+            for name in dict.fromkeys(row["pass"] for row in rows)
         }
         seconds = {name: [row["seconds"] for row in each] for name, each in of.items()}
         served = sum(row["cache"] for row in of["second"])
@@ -175,8 +192,12 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for name, each in of.items()
             for figure in ("seconds", "cpu", "requests")
         }
-        ratio = round(median(map(truediv, seconds["second"], seconds["first"])), 3)
-        found.append({"what": what, **medians, "second / first": ratio, "share": round(served / total, 4)})
+        ratios = {
+            f"second / {name}": round(median(map(truediv, seconds["second"], each)), 3)
+            for name, each in seconds.items()
+            if name != "second"
+        }
+        found.append({"what": what, **medians, **ratios, "share": round(served / max(1, total), 4)})
         click.echo(str(found[-1]))
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +28,10 @@ class Store(BaseHTTPRequestHandler):
     folder: Path
     rate: float
     latency: float
+    total: float
+    #: When all bytes that were sent at the total rate would be through.
+    through: list[float]
+    lock: threading.Lock
     #: What has been asked for so far; the path ``/requests`` tells it.
     requests: Iterator[int]
 
@@ -114,8 +119,13 @@ class Store(BaseHTTPRequestHandler):
     def _copy(self, file: int, start: int, stop: int) -> None:
         began, at = time.perf_counter(), start
         while at < stop:
-            at += os.sendfile(self.connection.fileno(), file, at, min(STEP, stop - at))
-            if (ahead := (at - start) / self.rate - (time.perf_counter() - began)) > 0:
+            sent = os.sendfile(self.connection.fileno(), file, at, min(STEP, stop - at))
+            at += sent
+            now = time.perf_counter()
+            with self.lock:
+                self.through[0] = max(now, self.through[0]) + sent / self.total
+                due = self.through[0]
+            if (ahead := max(began + (at - start) / self.rate, due) - now) > 0:
                 time.sleep(ahead)
 
 
@@ -125,7 +135,12 @@ def _tag(path: Path) -> str:
 
 
 def serve(
-    folder: Path, rate: float = 1e12, latency: float = 0.0, port: int = 0, address: str = "127.0.0.1"
+    folder: Path,
+    rate: float = 1e12,
+    latency: float = 0.0,
+    port: int = 0,
+    address: str = "127.0.0.1",
+    total: float = 1e12,
 ) -> ThreadingHTTPServer:
     """Return a server of a folder, yet to be started.
 
@@ -135,9 +150,12 @@ def serve(
         Bytes per second for each connection.
     latency
         Seconds before the first byte of an answer.
+    total
+        Bytes per second for all connections together.
     """
+    given = {"folder": folder, "rate": rate, "latency": latency, "total": total}
     handler = type(
-        "Served", (Store,), {"folder": folder, "rate": rate, "latency": latency, "requests": count()}
+        "Served", (Store,), {**given, "requests": count(), "through": [0.0], "lock": threading.Lock()}
     )
     return ThreadingHTTPServer((address, port), handler)
 
@@ -149,7 +167,7 @@ if __name__ == "__main__":
     options.add_argument("--latency", type=float, default=0.02)
     options.add_argument("--port", type=int, default=0)
     options.add_argument("--address", default="127.0.0.1")
-    given = options.parse_args()
-    server = serve(given.folder, given.rate, given.latency, given.port, given.address)
+    options.add_argument("--total", type=float, default=1e12)
+    server = serve(**vars(options.parse_args()))
     print(server.server_port, flush=True)
     server.serve_forever()
