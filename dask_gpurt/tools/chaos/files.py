@@ -1,7 +1,8 @@
 """Query tables whose Parquet files are replaced, before a query and during it.
 
 The plan of the query relies on what the files contain: rows are joined with the groups of their key, of which
-no value is in two files, until a file is replaced by one that has keys of the next file, too.
+no value is in two files, until a file is replaced by one that has keys of the next file, too. Every third
+table is in a store, whose files stay on workers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from random import Random
+from stat import S_ISDIR
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,6 +27,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from distributed import Client
+from fsspec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from dask_gpurt.tools.chaos.frames import KEY, ROW, to_pandas
 from dask_gpurt.tools.chaos.operation import Operation, chain_of, difference, forget_frames
@@ -79,13 +83,41 @@ class Tables:
     def read(self) -> Any:
         """Read the tables; return the query, of which every other one ends in a shuffle."""
         library = dd if self.backend == "pandas" else importlib.import_module("dask_cudf")
-        filesystem = ("fsspec", "arrow")[self.spec.variant & 1]
+        filesystem: Any = ("fsspec", "arrow")[self.spec.variant & 1]
+        if self.backend == "pandas" and not self.spec.variant % 3:
+            filesystem = Store()
         rows, few = (
             library.read_parquet(f"{self.folder.name}/{name}", filesystem=filesystem)
             for name in ("rows", "small")
         )
         query = joined(rows, rows, few)
         return query.shuffle(KEY, npartitions=self.spec.outputs) if self.spec.variant & 2 else query
+
+
+class StoredFile(AbstractBufferedFile):  # type: ignore[misc]  # untyped
+    """Read a file that may be replaced between two requests."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
+
+class Store(AbstractFileSystem):  # type: ignore[misc]  # untyped
+    """Serve folders of this host as an object store does: each content of a file has a tag of its own."""
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        status = os.stat(path)
+        tag = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
+        kind = "directory" if S_ISDIR(status.st_mode) else "file"
+        return {"name": path, "size": status.st_size, "type": kind, "ETag": tag}
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        names = [path] if os.path.isfile(path) else [f"{path}/{name}" for name in sorted(os.listdir(path))]
+        return [self.info(name) for name in names] if detail else names
+
+    def _open(self, path: str, mode: str = "rb", block_size: Any = None, **options: Any) -> StoredFile:
+        return StoredFile(self, path, mode, block_size or "default", **options)
 
 
 class Files(Operation):

@@ -12,7 +12,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from dask_gpurt.client.planning.table_facts import FilesChangedError
-from dask_gpurt.tools.chaos.files import FILES, KEYS, SEEN, Files, Tables, content, joined, small, versions
+from dask_gpurt.reads.remote import of_fsspec
+from dask_gpurt.tools.chaos.files import (
+    FILES,
+    KEYS,
+    SEEN,
+    Files,
+    Store,
+    Tables,
+    content,
+    joined,
+    small,
+    versions,
+)
 from dask_gpurt.tools.chaos.frames import KEY
 from dask_gpurt.tools.chaos.plan import OperationSpec, Plan
 
@@ -56,6 +68,20 @@ def test_files_are_those_that_are_expected() -> None:
     assert hidden == {(False, False), (False, True), (True, False), (True, True)}
 
 
+def test_every_content_of_a_file_in_a_store_has_a_tag_of_its_own_that_is_kept() -> None:
+    """Workers keep files that have one, of whatever size and time."""
+    tables, store = Tables(SPECS[0], "pandas"), Store()
+    with tables.folder as folder:
+        tables.write()
+        paths = [str(path) for path in files_in(folder)]
+        before = [of_fsspec(store.open(path, cache_type="none")) for path in paths]
+        tables.replace(0)
+        after = [of_fsspec(store.open(path, cache_type="none")) for path in paths]
+        pairs = [(one.version, two.version) for one, two in zip(before, after, strict=True) if one and two]
+        assert sum(one != two for one, two in pairs) == 1
+        assert len(pairs) == FILES
+
+
 @pytest.mark.parametrize("spec", SPECS[:2], ids=range(2))
 def test_an_answer_is_of_either_version_of_a_file_that_is_replaced_meanwhile(spec: OperationSpec) -> None:
     def problem(*answered: Any) -> str | None:
@@ -90,7 +116,7 @@ class FailingClient:
         return SimpleNamespace(result=lambda: query.compute(scheduler="sync"))
 
 
-@pytest.mark.parametrize("variant", [0, 1], ids=["fsspec", "arrow"])
+@pytest.mark.parametrize("variant", [0, 1, 2], ids=["store", "arrow", "fsspec"])
 def test_a_query_may_fail_because_its_files_have_changed(variant: int) -> None:
     spec = replace(SPECS[0], variant=variant)
     built: Any = Files().build(spec, "pandas")
