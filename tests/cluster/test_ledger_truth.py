@@ -1,14 +1,13 @@
-"""Compare the ledger with the bytes in pools, files and objects while data arrive, move and leave."""
+"""Compare the scheduler's picture of memory with the bytes in pools, files and objects of its workers.
+
+The machine in `tests/unit/memory/test_tiered_buffer_machine.py` compares a worker's own ledger at each step.
+"""
 
 from __future__ import annotations
 
 import os
-import random
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Any
 
 import dask
@@ -16,85 +15,42 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask.utils import key_split
-from distributed import Client, Future, wait
+from distributed import Client, wait
 
 import dask_gpurt
-from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.memory.accounting import Roots, owned
-from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
+from dask_gpurt.memory.ledger import PARTITIONS
 from dask_gpurt.memory.tiers import Tier
 from tests.helpers.clusters import Library, cluster
 from tests.helpers.waiting import until
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 8 * MIB, "memory__host": 2 * MIB}
-LOWER = (Tier.PINNED, Tier.HOST, Tier.DISK)
-#: Size of the largest spilled object, and number of threads that store one object at a time.
-LARGEST, MOVERS = 4 * MIB, 8
-#: Seconds between two checks of a witness.
-LOOK = 0.002
-
-
-@dataclass
-class Truth:
-    """Count a worker's bytes by tier. By prefix they are a range, since prefixes may share memory."""
-
-    used: Counter[str] = field(default_factory=Counter)
-    least: Counter[tuple[str, str]] = field(default_factory=Counter)
-    most: Counter[tuple[str, str]] = field(default_factory=Counter)
-    promised: Counter[str] = field(default_factory=Counter)
-    #: Whether nothing is in flight.
-    resting: bool = True
-    #: Bytes being read on the device, which cudf may have copied for that.
-    copied: int = 0
+ROWS = 90_000
 
 
 # ---- on a worker -----------------------------------------------------------------------------
 
 
-def truth(dask_worker: Any) -> Truth:
-    """Measure from all sources other than the ledger."""
-    tiers, found = dask_worker.plugins["gpurt"].tiers, Truth()
-    tiered_buffer = tiers.tiered_buffer
+def truth(dask_worker: Any) -> Counter[str] | None:
+    """Measure the bytes by tier from all sources other than the ledger; None while something is in flight."""
+    tiered_buffer, found = dask_worker.plugins["gpurt"].tiers.tiered_buffer, Counter[str]()
     with tiered_buffer._table.lock:
-        entries = dict(tiered_buffer._table.by_key)
-        found.resting = not any(e.moving or e.holders or e.readers for e in entries.values())
-        found.copied = sum(
-            sum(owned(e.value).values())
-            for e in entries.values()
-            if e.live and (e.holders or e.moving) and lives_on_device(e.value)
-        )
+        entries = list(tiered_buffer._table.by_key.values())
+        if (
+            any(e.moving or e.holders or e.readers for e in entries)
+            or tiered_buffer._table.live._reservations
+        ):
+            return None
         for tier in (Tier.DEVICE, Tier.HOST):
-            add_live(found, tier, {key: e for key, e in entries.items() if e.live and e.tier is tier})
+            roots: Roots = {}
+            for entry in entries:
+                if entry.live and entry.tier is tier:
+                    roots |= owned(entry.value)
+            found[tier] += sum(roots.values())
         for tier, mapping in tiered_buffer._table.lower._tiers.items():
-            found.used[tier] += taken(tier, mapping)
-            for key, entry in entries.items():
-                if entry.tier is tier and not entry.live:
-                    nbytes = size_below(tier, mapping, entry.name)
-                    found.least[tier, prefix_of(key, entry)] += nbytes
-                    found.most[tier, prefix_of(key, entry)] += nbytes
-        for tier, nbytes in tiered_buffer._table.live._reservations.values():
-            found.promised[tier] += nbytes
-    return found
-
-
-def add_live(found: Truth, tier: Tier, entries: dict[Any, Any]) -> None:
-    roots: Roots = {}
-    owners: dict[int, set[str]] = {}
-    for key, entry in entries.items():
-        for address, nbytes in owned(entry.value).items():
-            roots.setdefault(address, nbytes)
-            owners.setdefault(address, set()).add(prefix_of(key, entry))
-    found.used[tier] += sum(roots.values())
-    for address, prefixes in owners.items():
-        for prefix in prefixes:
-            found.most[tier, prefix] += roots[address]
-            found.least[tier, prefix] += roots[address] if len(prefixes) == 1 else 0
-
-
-def prefix_of(key: Any, entry: Any) -> str:
-    return key_split(key) if entry.label.kind == PARTITIONS else SHARDS
+            found[tier] += taken(tier, mapping)
+    return +found
 
 
 def taken(tier: Tier, mapping: Any) -> int:
@@ -111,132 +67,35 @@ def taken(tier: Tier, mapping: Any) -> int:
     return sum(sizes)
 
 
-def size_below(tier: Tier, mapping: Any, name: str) -> int:
-    if tier is Tier.DISK:
-        return os.stat(mapping._files[name].path).st_size
-    _, pieces = mapping._entries[name]
-    block = mapping._pool._block if tier is Tier.PINNED else 1
-    return sum(-(-piece.nbytes // block) * block for piece in pieces)
-
-
-def own_account(dask_worker: Any) -> Truth:
-    """Return the account of a worker's ledger in the same form."""
-    ledger, found = dask_worker.plugins["gpurt"].tiers.ledger, Truth()
-    for tier in Tier:
-        found.used[tier] = ledger.used(tier)
-        found.promised[tier] = ledger.cell(tier, "reservations")
-        for prefix, nbytes in ledger.prefixes(tier).items():
-            found.most[tier, prefix] = nbytes
-        found.most[tier, SHARDS] += ledger.cell(tier, SHARDS)
-    return found
-
-
-class Witness(threading.Thread):
-    """Compare a worker's account with the truth repeatedly, while it works."""
-
-    def __init__(self, worker: Any):
-        super().__init__(daemon=True)
-        self.worker = worker
-        self.looks = 0
-        self.wrong: list[str] = []
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        while not self.ended.wait(LOOK):
-            with self.worker.plugins["gpurt"].tiers.tiered_buffer._table.lock:
-                # Bytes in a lower tier are added once stored: the ledger lags by at most one object per
-                # thread.
-                said, real = own_account(self.worker), truth(self.worker)
-            self.looks += 1
-            late = {tier: real.used[tier] - said.used[tier] for tier in Tier}
-            if not 0 <= late[Tier.DEVICE] <= real.copied or any(
-                not 0 <= late[tier] <= MOVERS * LARGEST for tier in LOWER
-            ):
-                self.wrong.append(f"late by {late}")
-            if +said.promised != +real.promised:
-                self.wrong.append(f"{said.promised} promised, truly {real.promised}")
-            if not real.copied:
-                self.wrong += different(said.most, real, [Tier.DEVICE])
-
-
-def witness(dask_worker: Any) -> None:
-    dask_worker.witness = Witness(dask_worker)
-    dask_worker.witness.start()
-
-
-def heard(dask_worker: Any) -> tuple[int, list[str]]:
-    dask_worker.witness.ended.set()
-    dask_worker.witness.join()
-    return dask_worker.witness.looks, dask_worker.witness.wrong[:5]
-
-
-def different(said: Counter[tuple[str, str]], real: Truth, tiers: Any = tuple(Tier)) -> list[str]:
-    """Return the prefixes whose account is outside their range."""
-    return [
-        f"{place}: {said[place]} bytes, truly {real.least[place]} to {real.most[place]}"
-        for place in {*said, *real.most}
-        if place[0] in tiers and not real.least[place] <= said[place] <= real.most[place]
-    ]
-
-
 # ---- on the client ---------------------------------------------------------------------------
 
 
-@contextmanager
-def witnessed(client: Client) -> Iterator[None]:
-    client.run(witness)
-    try:
-        yield
-    finally:
-        seen = client.run(heard)
-    assert all(looks and not wrong for looks, wrong in seen.values()), seen
+def usage(client: Client, by: str = "tier") -> pd.DataFrame:
+    return dask_gpurt.memory_usage(client, by=by).to_pandas(names="metrics")
 
 
-def scheduler_says(client: Client) -> dict[str, Truth]:
-    found: dict[str, Truth] = {}
-    for row in dask_gpurt.memory_usage(client).to_pandas(names="metrics").itertuples():
-        of = found.setdefault(row.worker, Truth())
-        of.used[row.tier] = row.partitions + row.shards
-        of.promised[row.tier] = row.reservations
+def scheduler_says(client: Client) -> dict[str, Counter[str]]:
+    found = {worker: Counter[str]() for worker in client.nthreads()}
+    for row in usage(client).itertuples():
+        found[row.worker][row.tier] += row.partitions + row.shards
         assert row.headroom == row.capacity - row.partitions - row.shards - row.reservations
-    for row in dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics").itertuples():
-        assert row.bytes > 0
-        if row.kind != "reservations":
-            # The worker may have reported its first bytes between the two calls.
-            found.setdefault(row.worker, Truth()).most[row.tier, row.prefix] += row.bytes
-    return found
+    return {worker: +used for worker, used in found.items()}
 
 
-def mistakes(said: dict[str, Truth], real: dict[str, Truth]) -> list[str]:
-    found = [f"{worker} is not at rest" for worker, of in real.items() if not of.resting or +of.promised]
-    for worker, of in real.items():
-        mine = said.get(worker, Truth())
-        if (+mine.used, +mine.promised) != (+of.used, +of.promised):
-            found.append(f"{worker}: {mine.used}, {mine.promised}, truly {of.used}, {of.promised}")
-        found += [f"{worker}: {what}" for what in different(mine.most, of)]
-        found += [f"{worker}: prefixes miss" for tier in Tier if total(mine, tier) != of.used[tier]]
-    return found
+def rest(client: Client, *, empty: bool = False) -> Counter[str]:
+    """Wait until moves and reports have ended: then the scheduler's picture has to be exact."""
+    real: dict[str, Any] = {}
 
-
-def total(of: Truth, tier: Tier) -> int:
-    return sum(nbytes for (at, _), nbytes in of.most.items() if at == tier)
-
-
-def rest(client: Client, *, empty: bool = False) -> dict[str, Truth]:
-    """Wait until moves and reports have ended: then the scheduler's ledger has to be exact."""
-    real: dict[str, Truth] = {}
-
-    def wrong() -> list[str]:
+    def is_right() -> bool:
         nonlocal real
-        real = client.run(truth)
-        found = mistakes(scheduler_says(client), real)
-        return found + [f"{worker} has {of.used}" for worker, of in real.items() if empty and +of.used]
+        real, said = client.run(truth), scheduler_says(client)
+        by_prefix = usage(client, "prefix")
+        prefixes = by_prefix[by_prefix.kind != "reservations"].groupby("worker")["bytes"].sum().to_dict()
+        in_all = {worker: used.total() for worker, used in said.items() if used}
+        return real == said and prefixes == in_all and not (empty and any(real.values()))
 
-    until(lambda: not wrong(), lambda: "\n".join(wrong()))
-    return real
-
-
-# ---- work ------------------------------------------------------------------------------------
+    until(is_right, lambda: f"{scheduler_says(client)}, truly {real}, by prefix {usage(client, 'prefix')}")
+    return sum(real.values(), Counter[str]())
 
 
 def make(library: Library, rows: int, seed: int) -> Any:
@@ -249,102 +108,49 @@ def view(frame: Any) -> Any:
     return frame.iloc[1:]
 
 
-def checked(frame: Any) -> bool:
-    return bool((frame["key"] * 2 == frame["value"]).all())
-
-
-@dataclass
-class Walk:
-    """Take random steps; the workers hold only the futures kept here."""
-
-    client: Client
-    library: Library
-    random: random.Random
-    kept: list[Any] = field(default_factory=list)
-    steps: int = 0
-
-    def step(self) -> None:
-        self.steps += 1
-        actions = [self.make, self.make, self.view, self.shuffle, self.drop, self.gather]
-        self.random.choice(actions)()
-
-    def frames(self) -> list[Future]:
-        return [kept for kept in self.kept if isinstance(kept, Future)]
-
-    def make(self) -> None:
-        prefix = self.random.choice(["load", "join", "read-table"])
-        for part in range(self.random.randint(4, 12)):
-            rows, seed = self.random.randint(1, 90_000), self.random.randint(0, 99)
-            key = (f"{prefix}-{self.steps:08x}", part)
-            self.kept.append(self.client.submit(make, self.library, rows, seed, key=key))
-
-    def view(self) -> None:
-        for of in self.random.sample(self.frames(), min(2, len(self.frames()))):
-            self.kept.append(self.client.submit(view, of, pure=False))
-
-    def shuffle(self) -> None:
-        parts = [dask.delayed(make)(self.library, 40_000, self.steps + part) for part in range(4)]
-        collection = dd.from_delayed(parts, meta=make(self.library, 1, 0), verify_meta=False)
-        self.kept.append(collection.shuffle("key").persist())
-
-    def drop(self) -> None:
-        self.random.shuffle(self.kept)
-        del self.kept[: self.random.randint(1, 6)]
-
-    def gather(self) -> None:
-        for of in self.random.sample(self.frames(), min(2, len(self.frames()))):
-            assert checked(of.result())
-
-
-@pytest.mark.slow
-def test_a_random_workload(library: Library) -> None:
-    """At every rest the scheduler's ledger is exact; in between, each worker's own ledger is."""
-    seen: Counter[str] = Counter()
+def test_what_is_made_viewed_shuffled_and_dropped(library: Library) -> None:
+    """In all tiers: each time that the workers rest, the scheduler's picture is exact."""
     with cluster(library.name, **SMALL) as client:
-        walk = Walk(client, library, random.Random(0))
-        for _ in range(4):
-            with witnessed(client):
-                for _ in range(6):
-                    walk.step()
-                wait(walk.kept)
-            for of in rest(client).values():
-                seen += of.used
-        assert all(client.gather(client.map(checked, walk.frames(), pure=False)))
-        walk.kept.clear()
+        rows = [ROWS // (1 + part % 3) for part in range(32)]  # the host tier has no room for whole ones
+        held = client.map(make, [library] * 32, rows, range(32), key="load")
+        held += client.map(view, held[::4], key="view")
+        wait(held)
+        seen = rest(client)
+        assert seen.keys() == {*Tier}
+        parts = [dask.delayed(make)(library, ROWS // 2, part) for part in range(4)]
+        collection = dd.from_delayed(parts, meta=make(library, 1, 0), verify_meta=False)
+        shuffled = collection.shuffle("key").persist()
+        wait(shuffled)
+        rest(client)
+        assert all(bool((part["key"] * 2 == part["value"]).all()) for part in client.gather(held[-3:]))
+        del held[::2]
+        rest(client)
+        del held, shuffled, collection
         rest(client, empty=True)
-    assert {Tier.DEVICE, Tier.PINNED, Tier.HOST, Tier.DISK} == set(+seen)
 
 
 def test_prefixes_of_what_the_tiers_hold(library: Library) -> None:
     with cluster(library.name, workers=1, **SMALL) as client:
-        held = client.map(make, [library] * 8, [90_000] * 8, range(8), key="load")
-        seen = client.submit(view, held[0], key="view")
-        wait([*held, seen])
+        held = client.map(make, [library] * 8, [ROWS] * 8, range(8), key="load")
+        wait(held)
         rest(client)
-        rows = dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics")
+        rows = usage(client, "prefix")
         assert list(rows) == ["worker", "tier", "kind", "prefix", "bytes"]
-        assert set(rows.prefix) >= {"load"}
+        assert set(rows.prefix) == {"load"}
         assert set(rows.kind) == {PARTITIONS}
-        assert (
-            rows.bytes.sum()
-            == dask_gpurt.memory_usage(client).to_pandas(names="metrics").partitions.sum()
-            >= 8 * 90_000 * 24
-        )
-        assert list(dask_gpurt.memory_usage(client, by="tier").to_pandas(names="metrics")) == list(
-            dask_gpurt.memory_usage(client).to_pandas(names="metrics")
-        )
+        assert rows.bytes.sum() == usage(client).partitions.sum() >= 8 * ROWS * 24
         with pytest.raises(ValueError, match="by='task': expected one of 'tier', 'prefix'"):
             dask_gpurt.memory_usage(client, by="task")
         dask_gpurt.disable(client)
-        assert list(dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics")) == list(rows)
-        assert dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics").empty
+        assert list(usage(client, "prefix")) == list(rows)
+        assert usage(client, "prefix").empty
 
 
 def test_switched_off_and_on_again(library: Library) -> None:
     """Reports from before the restart no longer count, not even those of the last heartbeat."""
     with cluster(library.name, workers=1, **SMALL) as client:
         for seed in range(3):
-            held = client.submit(make, library, 90_000, seed)
+            held = client.submit(make, library, ROWS, seed)
             wait(held)
             rest(client)
         dask_gpurt.disable(client)
@@ -356,12 +162,10 @@ def test_switched_off_and_on_again(library: Library) -> None:
 
 def test_without_tiers_there_are_rows_of_what_shuffles_hold(library: Library) -> None:
     with cluster(library.name, workers=1, memory__tiers=False) as client:
-        held = client.submit(make, library, 90_000, 1)
+        held = client.submit(make, library, ROWS, 1)
         wait(held)
-        while (
-            rows := dask_gpurt.memory_usage(client).to_pandas(names="metrics")
-        ).empty:  # until a heartbeat has brought them
+        while (rows := usage(client)).empty:  # until a heartbeat has brought them
             pass
         assert list(rows.tier) == [str(tier) for tier in Tier]
         assert not rows.partitions.any()
-        assert dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics").empty
+        assert usage(client, "prefix").empty
