@@ -24,7 +24,6 @@ API = {
     "dask_gpurt": "On and off",
     "dask_gpurt.tools.bench": "Bench",
     "dask_gpurt.overlap": "Residency caps",
-    "dask_gpurt.tools.simulate": "Simulator",
 }
 
 SETTINGS_INTRODUCTION = """\

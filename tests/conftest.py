@@ -46,7 +46,7 @@ _CACHE = pytest.StashKey[str]()
 #: Maximum number of test processes: each of them may start clusters.
 MOST_PROCESSES = 4
 #: Folders in the order in which their tests begin: what takes long would otherwise finish last.
-LONGEST_FIRST = ("tests/system/", "tests/cluster/", "tests/unit/tools/simulate/")
+LONGEST_FIRST = ("tests/system/", "tests/cluster/", "tests/unit/benchmarks/simulate/")
 #: Tests of GPUs that were skipped on a host with a GPU, with reasons that are not accepted.
 _unaccepted: dict[str, str] = {}
 

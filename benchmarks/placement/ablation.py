@@ -31,16 +31,16 @@ from unittest.mock import patch
 import click
 
 from benchmarks.common.commandline import split_list, write
+from benchmarks.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
+from benchmarks.simulate.clock import DeadlockError
+from benchmarks.simulate.placements import PLACEMENTS
+from benchmarks.simulate.simulation import WorkloadFailed
+from benchmarks.simulate.workloads import Graph, Scale, varied
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.placement import GatedPlacement, gate, strategy
 from dask_gpurt.placement.cost import Routes
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.placement.strategy import CandidateSelector, Placement
-from dask_gpurt.tools.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
-from dask_gpurt.tools.simulate.clock import DeadlockError
-from dask_gpurt.tools.simulate.placements import PLACEMENTS
-from dask_gpurt.tools.simulate.simulation import WorkloadFailed
-from dask_gpurt.tools.simulate.workloads import Graph, Scale, varied
 
 #: Virtual seconds of a decision, by Dask and by placement.
 DECISION_S = {"stock": 25e-6, "gpurt": 110e-6}

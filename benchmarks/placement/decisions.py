@@ -31,13 +31,13 @@ from dask.typing import Key
 from distributed.scheduler import Scheduler
 
 from benchmarks.common.commandline import write
+from benchmarks.simulate.clock import Clock
+from benchmarks.simulate.scheduler import VirtualScheduler
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import FreeMemory, LedgerHeadroom, Placement
-from dask_gpurt.tools.simulate.clock import Clock
-from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST = 8

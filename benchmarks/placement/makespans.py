@@ -23,11 +23,11 @@ from typing import Any
 import click
 
 from benchmarks.common.commandline import split_list, write
+from benchmarks.simulate import SHAPES, WORKLOADS, Result, build_cluster, build_workload
+from benchmarks.simulate.clock import DeadlockError
+from benchmarks.simulate.placements import charged, simulate
+from benchmarks.simulate.simulation import WorkloadFailed
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.tools.simulate import SHAPES, WORKLOADS, Result, build_cluster, build_workload
-from dask_gpurt.tools.simulate.clock import DeadlockError
-from dask_gpurt.tools.simulate.placements import charged, simulate
-from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 
 #: Dask as shipped, the runtime with Dask's choices, and the runtime with placement.
 SIDES = ("stock", "tiers", "gpurt")

@@ -27,8 +27,7 @@ from dask._task_spec import Task, TaskRef
 from distributed import Client, LocalCluster, wait
 
 from benchmarks.common.commandline import write
-from dask_gpurt.cli.environment import environment
-from dask_gpurt.tools.simulate import (
+from benchmarks.simulate import (
     WORKLOADS,
     Capacity,
     Cluster,
@@ -38,7 +37,8 @@ from dask_gpurt.tools.simulate import (
     Work,
     Workload,
 )
-from dask_gpurt.tools.simulate.workloads import Scale
+from benchmarks.simulate.workloads import Scale
+from dask_gpurt.cli.environment import environment
 from dask_gpurt.topology import Link, Place, Speed
 
 #: Bytes of the transfers that measure the speed.

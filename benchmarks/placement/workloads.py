@@ -19,8 +19,8 @@ import pandas as pd
 from distributed import Client, wait
 
 from benchmarks.placement.simulator import graph, stretched
-from dask_gpurt.tools.simulate import WORKLOADS as SIMULATED
-from dask_gpurt.tools.simulate.workloads import Scale
+from benchmarks.simulate import WORKLOADS as SIMULATED
+from benchmarks.simulate.workloads import Scale
 
 PARTITIONS, KEYS = 16, 20_000
 ROW_BYTES = 16

@@ -29,12 +29,12 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from benchmarks.common.commandline import split_list, write
 from benchmarks.placement.makespans import _seeds
+from benchmarks.simulate import Simulation, Work, Workload, build_cluster
+from benchmarks.simulate.placements import bind_placement, charged
+from benchmarks.simulate.worker import TieredWorker
+from benchmarks.simulate.workloads import MIN_TASK_S, READ_BANDWIDTH, Graph, Scale, _reduce, varied
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.placement.reads import ReadPlaces
-from dask_gpurt.tools.simulate import Simulation, Work, Workload, build_cluster
-from dask_gpurt.tools.simulate.placements import bind_placement, charged
-from dask_gpurt.tools.simulate.worker import TieredWorker
-from dask_gpurt.tools.simulate.workloads import MIN_TASK_S, READ_BANDWIDTH, Graph, Scale, _reduce, varied
 
 #: Bytes per second that a worker gets from the store, and the ratio of rows in memory and in files.
 STORE_BANDWIDTH, COMPRESSION = 2e8, 3

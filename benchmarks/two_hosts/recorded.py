@@ -10,8 +10,8 @@ from typing import Any
 
 from distributed import SchedulerPlugin
 
-from dask_gpurt.tools.simulate import Submission, Work, Workload
-from dask_gpurt.tools.simulate.clock import Name
+from benchmarks.simulate import Submission, Work, Workload
+from benchmarks.simulate.clock import Name
 
 #: Key prefix of the barriers of shuffles.
 BARRIER = "shuffle-barrier-"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.simulate import Capacity, Cluster, Machine, Overheads
+from benchmarks.simulate.placements import charged, simulate
 from benchmarks.two_hosts.hosts import host_of
 from benchmarks.two_hosts.recorded import Recording, replayed
 from benchmarks.two_hosts.speeds import Speeds
-from dask_gpurt.tools.simulate import Capacity, Cluster, Machine, Overheads
-from dask_gpurt.tools.simulate.placements import charged, simulate
 from dask_gpurt.topology import Link, Place, Speed
 
 #: Simulated placement by side: the runtime is on in both.

@@ -20,7 +20,6 @@ COMMANDS: Mapping[str, str] = {
     "explain": "cli.explain:explain",
     "overlap": "cli.overlap:overlap",
     "qualify": "tools.qualify.command:qualify",
-    "simulate": "tools.simulate.command:simulation",
     "topology": "cli.topology:topology",
     "trace": "cli.trace:trace",
 }

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, cast
 
 from distributed import SpecCluster
-from distributed.stealing import WorkStealing
 
 from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError
 from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, Wrap, guarded
@@ -119,16 +118,6 @@ def network_occupancy(ws: WorkerState) -> int:
 def prefix_duration(state: SchedulerState, prefix: Any) -> float:
     """Return Dask's estimate of the duration of a prefix's tasks, in seconds."""
     return float(state._get_prefix_duration(prefix))
-
-
-def steal_interval_s(stealing: WorkStealing) -> float:
-    """Return the interval between two rounds of work stealing, in seconds."""
-    return float(stealing._callback_time)
-
-
-def steal_requests(stealing: WorkStealing) -> int:
-    """Return the number of steal requests so far."""
-    return int(stealing._request_counter)
 
 
 def start_missing_workers(cluster: SpecCluster) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_gpurt.tools.simulate import Capacity, Cluster, Machine, Overheads
+from benchmarks.simulate import Capacity, Cluster, Machine, Overheads
 from dask_gpurt.topology import Link, Place, Speed
 
 NO_OVERHEADS = Overheads(message=0, scheduler=0, task=0, transfer=0)

@@ -40,6 +40,9 @@ from distributed.worker_state_machine import (
     WorkerState,
 )
 
+from benchmarks.simulate.clock import Clock
+from benchmarks.simulate.scheduler import VirtualScheduler
+from benchmarks.simulate.worker import EVENTS
 from dask_gpurt import config
 from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.observe import Metrics
@@ -59,9 +62,6 @@ from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.switching import Workers
 from dask_gpurt.scheduler.worker_calls import SilentWorkers
-from dask_gpurt.tools.simulate.clock import Clock
-from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
-from dask_gpurt.tools.simulate.worker import EVENTS
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from tests.helpers.exchange_processes import Network, Process
 from tests.helpers.turns import Turns

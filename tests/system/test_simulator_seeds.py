@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from dask_gpurt.tools.simulate.placements import PLACEMENTS
+from benchmarks.simulate.placements import PLACEMENTS
 from tests.helpers.commands import answer
 
 SCRIPT = """\
 import json, sys
 from dataclasses import asdict
-from dask_gpurt.tools.simulate import build_cluster, build_workload
-from dask_gpurt.tools.simulate.placements import PLACEMENTS, simulate
+from benchmarks.simulate import build_cluster, build_workload
+from benchmarks.simulate.placements import PLACEMENTS, simulate
 
 def figures(placement, seed):
     cluster = build_cluster("mixed", 16)

@@ -50,7 +50,6 @@ DASK = ("dask", "distributed")
 ALLOWED: Mapping[str, str] = {
     "_replace": "published by namedtuple",
     "_asdict": "published by namedtuple",
-    "_hash": "ours: of the simulator's names",
     "_current_frames": "sys: the stacks of threads, for a look into a process that stands still",
     "_threads": "ThreadPoolExecutor: how many there are",
     "_work_queue": "ThreadPoolExecutor: how much waits",

@@ -11,17 +11,16 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.scheduler import steal_requests
+from benchmarks.simulate.clock import Clock, DeadlockError, Name
+from benchmarks.simulate.cluster import Cluster, Machine, address
+from benchmarks.simulate.network import Network, Transfer
+from benchmarks.simulate.report import Result
+from benchmarks.simulate.scheduler import VirtualScheduler
+from benchmarks.simulate.shuffles import VirtualShuffles
+from benchmarks.simulate.work import Submission, Work, Workload
+from benchmarks.simulate.worker import Overheads, VirtualWorker
 from dask_gpurt.dask_hooks.types import GraphNode
 from dask_gpurt.observe import Metrics
-from dask_gpurt.tools.simulate.clock import Clock, DeadlockError, Name
-from dask_gpurt.tools.simulate.cluster import Cluster, Machine, address
-from dask_gpurt.tools.simulate.network import Network, Transfer
-from dask_gpurt.tools.simulate.report import Result
-from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
-from dask_gpurt.tools.simulate.shuffles import VirtualShuffles
-from dask_gpurt.tools.simulate.work import Submission, Work, Workload
-from dask_gpurt.tools.simulate.worker import Overheads, VirtualWorker
 
 
 class WorkloadFailed(RuntimeError):
@@ -145,7 +144,7 @@ class Simulation:
             over_memory=sum(one.over for one in tiers),
             too_large=_too_large(self.works, max(one.capacity.live for one in tiers)),
             runs=sum(self.runs.values()),
-            steals=steal_requests(stealing) if stealing else 0,
+            steals=stealing._request_counter if stealing else 0,
             decisions=self.scheduler.deciding.count,
             decision_us=self.scheduler.deciding.microseconds,
             scheduler_us=1e6 * self.scheduler.busy.seconds / max(1, len(self.works)),

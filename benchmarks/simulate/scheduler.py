@@ -19,9 +19,8 @@ from distributed.scheduler import Scheduler, SchedulerState, WorkerState, heartb
 from distributed.stealing import WorkStealing
 from sortedcontainers import SortedDict
 
-from dask_gpurt.dask_hooks.scheduler import steal_interval_s
+from benchmarks.simulate.clock import Clock, Name
 from dask_gpurt.dask_hooks.types import GraphNode
-from dask_gpurt.tools.simulate.clock import Clock, Name
 
 #: The name of the only client.
 CLIENT = Name("client")
@@ -142,7 +141,7 @@ class VirtualScheduler(Scheduler):
         stealing = WorkStealing(self)
         self.extensions["stealing"] = stealing
         balance = self.busy.around(stealing.balance)
-        self._clock.every(lambda: steal_interval_s(stealing), balance)
+        self._clock.every(lambda: float(stealing._callback_time), balance)
         return stealing
 
     def _manage_memory(self) -> None:

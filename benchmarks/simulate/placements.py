@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
+from benchmarks.simulate.cluster import Cluster
+from benchmarks.simulate.network import Transfer
+from benchmarks.simulate.simulation import Simulation
+from benchmarks.simulate.work import Workload
+from benchmarks.simulate.worker import Overheads, TieredWorker, VirtualWorker
 from dask_gpurt.placement import FreeMemory, GatedPlacement, Placement
-from dask_gpurt.tools.simulate.cluster import Cluster
-from dask_gpurt.tools.simulate.network import Transfer
-from dask_gpurt.tools.simulate.simulation import Simulation
-from dask_gpurt.tools.simulate.work import Workload
-from dask_gpurt.tools.simulate.worker import Overheads, TieredWorker, VirtualWorker
 from dask_gpurt.topology import Topology
 
 #: Virtual seconds between two reports of a worker's memory to the scheduler.

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dask_gpurt.tools.simulate.clock import Name
-from dask_gpurt.tools.simulate.cluster import Cluster
-from dask_gpurt.tools.simulate.work import Submission, Work, Workload
+from benchmarks.simulate.clock import Name
+from benchmarks.simulate.cluster import Cluster
+from benchmarks.simulate.work import Submission, Work, Workload
 
 #: Bytes per second that a worker of speed 1 reads and decodes from storage, and that it processes.
 READ_BANDWIDTH, COMPUTE_BANDWIDTH = 2e9, 20e9

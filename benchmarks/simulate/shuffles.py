@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
-from dask_gpurt.tools.simulate.network import Network
-from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
-from dask_gpurt.tools.simulate.work import Work
+from benchmarks.simulate.network import Network
+from benchmarks.simulate.scheduler import VirtualScheduler
+from benchmarks.simulate.work import Work
 
 
 class VirtualShuffles:

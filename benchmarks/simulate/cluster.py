@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dask_gpurt.tools.simulate.clock import Name
-from dask_gpurt.tools.simulate.tiers import Capacity
+from benchmarks.simulate.clock import Name
+from benchmarks.simulate.tiers import Capacity
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.tools.simulate import (
+from benchmarks.simulate import (
     Capacity,
     Cluster,
     Machine,
@@ -21,10 +20,11 @@ from dask_gpurt.tools.simulate import (
     Work,
     Workload,
 )
-from dask_gpurt.tools.simulate.clock import Clock, Name
-from dask_gpurt.tools.simulate.network import Network
-from dask_gpurt.tools.simulate.tiers import RuntimeTiers, Tiers
-from dask_gpurt.tools.simulate.worker import TieredWorker, VirtualWorker
+from benchmarks.simulate.clock import Clock, Name
+from benchmarks.simulate.network import Network
+from benchmarks.simulate.tiers import RuntimeTiers, Tiers
+from benchmarks.simulate.worker import TieredWorker, VirtualWorker
+from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.topology import Link, Place, Speed, Topology
 from tests.helpers.clusters_of_machines import NO_OVERHEADS
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.tools.simulate import (
+from benchmarks.simulate import (
     WORKLOADS,
     Cluster,
     Simulation,
@@ -22,9 +22,9 @@ from dask_gpurt.tools.simulate import (
     build_cluster,
     build_workload,
 )
-from dask_gpurt.tools.simulate.clock import Name
-from dask_gpurt.tools.simulate.placements import PLACEMENTS, simulate
-from dask_gpurt.tools.simulate.workloads import Scale
+from benchmarks.simulate.clock import Name
+from benchmarks.simulate.placements import PLACEMENTS, simulate
+from benchmarks.simulate.workloads import Scale
 from tests.helpers.clusters_of_machines import NO_OVERHEADS, SPEED, machines, on_one_host
 from tests.helpers.nightly import only_by_day
 

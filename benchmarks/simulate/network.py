@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
-from dask_gpurt.tools.simulate.clock import Clock
+from benchmarks.simulate.clock import Clock
 from dask_gpurt.topology import Link, Speed, Topology
 
 #: A port recomputes its shares when more than this fraction of its transfers has started or ended: each time

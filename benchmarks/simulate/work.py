@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.simulate.clock import Name
 from dask_gpurt.dask_hooks.types import Alias, GraphNode, Task, TaskRef
-from dask_gpurt.tools.simulate.clock import Name
 
 
 @dataclass(frozen=True, slots=True)

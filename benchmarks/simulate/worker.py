@@ -36,13 +36,13 @@ from distributed.worker_state_machine import (
     WorkerState,
 )
 
+from benchmarks.simulate.clock import Clock
+from benchmarks.simulate.network import Network
+from benchmarks.simulate.shuffles import VirtualShuffles
+from benchmarks.simulate.tiers import Capacity, RuntimeTiers, Tiers
+from benchmarks.simulate.work import Work
 from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, MemoryEstimator, MemoryRequest
 from dask_gpurt.memory.spilling import next_use
-from dask_gpurt.tools.simulate.clock import Clock
-from dask_gpurt.tools.simulate.network import Network
-from dask_gpurt.tools.simulate.shuffles import VirtualShuffles
-from dask_gpurt.tools.simulate.tiers import Capacity, RuntimeTiers, Tiers
-from dask_gpurt.tools.simulate.work import Work
 from dask_gpurt.topology import Link, Speed
 
 #: The state machine event for each message of the scheduler.
