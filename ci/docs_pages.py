@@ -22,7 +22,6 @@ PACKAGE = ROOT / "dask_gpurt"
 #: The modules whose public names the API reference lists, with its headings.
 API = {
     "dask_gpurt": "On and off",
-    "dask_gpurt.tools.bench": "Bench",
     "dask_gpurt.overlap": "Residency caps",
 }
 

@@ -15,11 +15,11 @@ import dask
 from distributed import Client
 
 import dask_gpurt
+from benchmarks.common.counters import difference
 from benchmarks.common.processes import SPAWN, Child
 from benchmarks.qualify.programs import PROGRAMS
 from benchmarks.tpch.measure import cpu_of_processes
 from dask_gpurt.cli.cluster import local_cluster
-from dask_gpurt.tools.bench.counters import difference
 from dask_gpurt.tools.qualify.parts import PARTS, computations
 from dask_gpurt.tools.qualify.program import observed
 from dask_gpurt.tools.qualify.recording import taken

@@ -13,8 +13,8 @@ from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import local_cluster
-from dask_gpurt.tools.bench.budget import TaskLog
 
+from ..common.budget import TaskLog
 from .gpu import Utilisation, wait_until_idle
 
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"

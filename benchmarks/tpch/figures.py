@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dask_gpurt.tools.bench.budget import PHASES, planning
-
+from ..common.budget import PHASES, planning
 from .measure import Run
 from .styles import CAREFUL
 

@@ -14,10 +14,8 @@ import pandas as pd
 from distributed import Client
 from distributed.metrics import time
 
-from dask_gpurt.tools.bench.budget import budget, take_log
-from dask_gpurt.tools.bench.counters import difference, read_counters
-from dask_gpurt.tools.bench.measure import forget
-
+from ..common.budget import budget, forget, take_log
+from ..common.counters import difference, read_counters
 from .contenders import ClusterOptions, Contender, start
 from .gpu import begin_trace, can_trace, end_trace, take_utilisation
 from .pauses import take_pauses

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_gpurt.tools.bench.budget import PHASES
-
+from ..common.budget import PHASES
 from .figures import named
 
 #: ``computing`` is split by whether task threads are busy or idle.

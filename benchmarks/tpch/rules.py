@@ -32,11 +32,10 @@ from dask_gpurt.cli.environment import environment
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.session import SESSIONS
 from dask_gpurt.dask_hooks.planning import name_of
-from dask_gpurt.tools.bench.budget import take_log
-from dask_gpurt.tools.bench.counters import difference, read_counters
-from dask_gpurt.tools.bench.measure import forget
 
+from ..common.budget import forget, take_log
 from ..common.commandline import write
+from ..common.counters import difference, read_counters
 from ..programs.to_client import QUESTIONS, make_tables
 from ..qualify.programs import PROGRAMS
 from .contenders import GPURT, ClusterOptions, Contender, start

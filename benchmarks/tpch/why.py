@@ -32,11 +32,10 @@ from dask_gpurt.client.explain.plan import Explanation, explain_plan
 from dask_gpurt.client.planning.cache import Planned
 from dask_gpurt.client.planning.rules.dependence import columns_of_result
 from dask_gpurt.client.session import SESSIONS
-from dask_gpurt.tools.bench.budget import take_log
-from dask_gpurt.tools.bench.counters import difference, read_counters
-from dask_gpurt.tools.bench.measure import forget
 
+from ..common.budget import forget, take_log
 from ..common.commandline import write
+from ..common.counters import difference, read_counters
 from .contenders import GPURT, ClusterOptions, Contender, start
 from .figures import MIB, TABLE_WIDTH, rounded
 from .options import planning_options, style_option

@@ -12,7 +12,6 @@ from dask_gpurt import __version__
 
 #: The commands: the module and the name of each command object.
 COMMANDS: Mapping[str, str] = {
-    "bench": "tools.bench.command:bench",
     "calibrate": "cli.overlap:calibrate",
     "chaos": "tools.chaos.command:chaos",
     "demo": "tools.demo.command:demo",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.budget import PHASES
 from benchmarks.tpch.queries import QUERIES
 from benchmarks.tpch.styles import STYLES
-from dask_gpurt.tools.bench.budget import PHASES
 from tests.helpers.tpch import SCALE, small_tables
 
 pytestmark = pytest.mark.nightly

@@ -46,7 +46,7 @@ NEXT = """
 What next:
   your own program:  DASK_GPURT__ENABLED=true python script.py, or dask_gpurt.enable(client) in it
   your own cluster:  dask worker SCHEDULER --preload dask_gpurt
-  would it gain:     dask gpurt bench --scheduler ADDRESS
+  would it gain:     dask gpurt qualify script.py, without switching it on
   look into it:      dask gpurt doctor --scheduler ADDRESS, and print(dask_gpurt.report(client))
   what it risks:     "Risks and limits" in the README, and docs/guides/switch-on.md"""
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common.budget import Logged, Step, budget, gaps
 from benchmarks.tpch.figures import by_style, ratios, summarise
 from benchmarks.tpch.measure import Run
-from dask_gpurt.tools.bench.budget import Logged, Step, budget, gaps
 
 durations = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=8)
 

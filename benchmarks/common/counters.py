@@ -1,4 +1,4 @@
-"""Read counters of workers around a query: bytes read, moved and spilled, CPU seconds, peak memory."""
+"""Read counters of workers around a query: bytes read, moved and spilled, CPU seconds."""
 
 from __future__ import annotations
 
@@ -53,33 +53,6 @@ def count_worker(dask_worker: WorkerServer) -> dict[str, float]:
         "thread_cpu_seconds": _total(digests, "thread-cpu", "seconds", of="execute"),
         "shuffles": 0,
     }
-
-
-def begin_peaks(client: Client) -> bool:
-    """Start measuring the peak memory of each worker process; return whether that is possible."""
-    return all(client.run(_begin_peak).values())
-
-
-def _begin_peak() -> bool:
-    """Reset the kernel's high-water mark, see proc(5); return False where a container forbids it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def peak_memory(client: Client) -> int | None:
-    """Return the largest peak memory of a worker since :func:`begin_peaks`, in bytes; None if unknown."""
-    peaks = [peak for peak in client.run(_peak).values() if peak is not None]
-    return max(peaks, default=None)
-
-
-def _peak() -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _total(digests: Mapping[Any, float], label: str, unit: str, of: str | None = None) -> float:

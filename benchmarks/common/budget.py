@@ -14,6 +14,7 @@ A query's time is cut at five instants, all on the clock of one host:
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 from dask.typing import Key
 from dask.utils import key_split
 from distributed import Client, SchedulerPlugin
+from distributed.metrics import time
 
 from dask_gpurt.dask_hooks.types import SchedulerServer
 
@@ -31,6 +33,8 @@ PHASES = ("build", "optimise", "graph", "first_task", "computing", "collect")
 PLANNING = ("build", "optimise", "graph")
 #: Number of kinds of tasks that are listed; all others are summed.
 KINDS_NAMED = 8
+#: How long, and how often, it is checked whether tasks of an earlier run are left.
+FORGET_TIMEOUT_S, FORGET_POLL_INTERVAL_S = 30.0, 0.005
 
 
 class Step(NamedTuple):
@@ -55,7 +59,7 @@ class Logged:
 class TaskLog(SchedulerPlugin):
     """Log the steps of all tasks, and the times of graphs."""
 
-    name = "gpurt-bench-tasks"
+    name = "gpurt-task-log"
 
     def __init__(self) -> None:
         self._graphs: list[tuple[float, float]] = []
@@ -195,3 +199,16 @@ def _below(steps: Iterable[Step], count: int, first: float, last: float) -> Iter
 def planning(seconds: Mapping[str, float]) -> float:
     """Return the seconds of a budget before the scheduler has tasks."""
     return sum(seconds[phase] for phase in PLANNING)
+
+
+def forget(client: Client) -> None:
+    """Wait until the scheduler has no tasks left, so that no result of an earlier run is reused."""
+    client.run_on_scheduler(_forgotten)
+
+
+async def _forgotten(dask_scheduler: SchedulerServer) -> None:
+    deadline = time() + FORGET_TIMEOUT_S
+    while dask_scheduler.tasks:
+        if time() > deadline:
+            raise TimeoutError(f"the scheduler still has {len(dask_scheduler.tasks)} tasks of an earlier run")
+        await asyncio.sleep(FORGET_POLL_INTERVAL_S)
