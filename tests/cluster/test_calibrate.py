@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from distributed import get_worker
 
 from dask_gpurt.cli import main
-from dask_gpurt.cli.overlap import CAPS, WORKLOADS, device_of, launched_by, measure, tables
+from dask_gpurt.cli.calibrate import CAPS, WORKLOADS, device_of, launched_by, measure, print_table, tables
 from dask_gpurt.overlap.table import path_of, read, write
 from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import Starting
@@ -33,19 +33,22 @@ def test_where_nothing_is_capped_it_says_why() -> None:
 
 
 @pytest.mark.nightly
-def test_every_workload_is_measured_beside_shuffles(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_workload_is_measured_beside_shuffles(
+    start: Starting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     workloads = {name: WORKLOADS[name] for name in ("join", "text")}
-    monkeypatch.setattr("dask_gpurt.cli.overlap.PARTITIONS_PER_WORKER", 1)
-    monkeypatch.setattr("dask_gpurt.cli.overlap.MIN_ROUNDS", 2)
-    monkeypatch.setattr("dask_gpurt.cli.overlap.CAPS", (8, 4))
-    monkeypatch.setattr("dask_gpurt.cli.overlap.WORKLOADS", workloads)
+    monkeypatch.setattr("dask_gpurt.cli.calibrate.PARTITIONS_PER_WORKER", 1)
+    monkeypatch.setattr("dask_gpurt.cli.calibrate.MIN_ROUNDS", 2)
+    monkeypatch.setattr("dask_gpurt.cli.calibrate.CAPS", (8, 4))
+    monkeypatch.setattr("dask_gpurt.cli.calibrate.WORKLOADS", workloads)
     table = measure(start(8), "pandas", 2**16, 0.0)
     assert table.device == "host"
     assert [(one.workload, one.cap, one.rounds) for one in table.measured] == [
         (name, cap, 2) for name in workloads for cap in (8, 4)
     ]
     assert read(write(table)) == table
-    shown = CliRunner().invoke(main, ["overlap"]).stdout
+    print_table(path_of("host"), table)
+    shown = capsys.readouterr().out
     assert shown.startswith("host")
     assert all(name in shown for name in workloads)
     assert str(path_of("host")) in shown.replace("\n", "")

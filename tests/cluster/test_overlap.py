@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.cli import main
 from dask_gpurt.overlap.table import KernelCap, OverlapTable, write
 from tests.helpers.launches import Launches
 from tests.helpers.overlap_cluster import Starting, assert_right, shuffled
@@ -73,22 +70,19 @@ def test_without_a_table_there_is_priority_only_and_the_command_to_run(start: St
 def test_without_the_interposer_the_reason_is_shown(shared_cluster: SharedCluster) -> None:
     with shared_cluster.client(overlap__mode=4) as client:
         assert_right(shuffled())
-        printed = CliRunner().invoke(main, ["overlap", "--scheduler", client.scheduler.address]).stdout
         report = dask_gpurt.report(client)
     for reply in report.workers.values():
         reason = reply.fallbacks["overlap.uncapped"].reason
         assert "interposer" in reason
         assert reason.endswith("The shuffle keeps its priority")
-    assert printed.count(": priority, ") == 2
+    assert [reply.overlap["mode"] for reply in report.workers.values()] == ["priority"] * 2
 
 
 @pytest.mark.parametrize("mode", ["off", "priority"])
 def test_without_caps_nothing_of_a_worker_is_replaced(shared_cluster: SharedCluster, mode: str) -> None:
     with shared_cluster.client(overlap__mode=mode) as client:
         assert_right(shuffled())
-        arguments = ["overlap", "--json", "--scheduler", client.scheduler.address]
-        found = json.loads(CliRunner().invoke(main, arguments).stdout)
-        assert {part["mode"] for part in found.values()} == {"off"}, "there is no GPU"
+        assert {part["mode"] for part in replies(client)} == {"off"}, "there is no GPU"
         assert not any(reply.fallbacks for reply in dask_gpurt.report(client).workers.values())
         heard = client.run(lambda dask_worker: dask_worker.plugins["gpurt"].overlap.residency is None)
         assert all(heard.values())

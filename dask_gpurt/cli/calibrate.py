@@ -1,11 +1,11 @@
-"""Run ``dask gpurt calibrate`` and ``overlap``: choose residency caps by measurement, and show them."""
+"""Run ``dask gpurt calibrate``: choose residency caps by measurement, and print them."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,12 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.cluster import choose_backend, connected, local_cluster, visible_gpus
+from dask_gpurt.cli.cluster import choose_backend, local_cluster, visible_gpus
 from dask_gpurt.cli.environment import installed_versions
-from dask_gpurt.config.cache_files import directory
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.overlap import Caps
-from dask_gpurt.overlap.table import Measurement, OverlapTable, TableError, chosen, kernel_caps, read, write
+from dask_gpurt.overlap.table import Measurement, OverlapTable, chosen, kernel_caps, write
 
 Frame = Any
 
@@ -48,79 +47,6 @@ WORKLOADS: dict[str, Callable[[Frame, Frame], Frame]] = {
     "text": lambda frame, small: frame.map_partitions(split_text, meta=("value", "int64")),
     "elementwise": lambda frame, small: (frame["value"] * 3 + frame["key"]) % 1000,
 }
-
-
-# ---- show ------------------------------------------------------------------------------
-
-
-@click.command(short_help="Show residency caps of kernels beside shuffles.")
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--scheduler", metavar="ADDRESS", help="Show what the workers of this cluster do instead.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> None:
-    """Show the caps that a calibration chose, and its measurements.
-
-    FILES are written by "dask gpurt calibrate". [default: all in the cache directory]
-    """
-    if scheduler:
-        with connected(scheduler) as client:
-            found = dask_gpurt.report(client)
-        if not found.enabled:
-            raise click.ClickException(
-                f"the runtime is off at {scheduler}: dask_gpurt.enable(client) switches it on"
-            )
-        modes = {name: dict(reply.overlap) for name, reply in found.workers.items() if reply.overlap}
-        click.echo(json.dumps(modes, indent=2) if as_json else _modes(modes))
-        return
-    tables = _tables(files or sorted(directory().glob("caps-*.json")))
-    if as_json:
-        click.echo(json.dumps({str(path): asdict(table) for path, table in tables.items()}, indent=2))
-        return
-    if not tables:
-        click.echo(
-            f"there is no table in {directory()}: 'dask gpurt calibrate' writes one, on a host with GPUs"
-        )
-    for path, table in tables.items():
-        print_table(path, table)
-
-
-def _tables(paths: Iterable[Path]) -> dict[Path, OverlapTable]:
-    try:
-        return {path: read(path) for path in paths}
-    except TableError as error:
-        raise click.ClickException(str(error)) from error
-
-
-def _modes(workers: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = []
-    for name, found in workers.items():
-        caps = found["caps"]
-        capped = (
-            f"all kernels at {caps['default']}" if caps["default"] else f"{caps['kernels']} kernels capped"
-        )
-        lines.append(f"{name}: {found['mode']}, {found['reason'] or capped}")
-    return "\n".join(lines)
-
-
-def print_table(path: Path, table: OverlapTable) -> None:
-    """Print the measurements of a table, with the chosen caps in bold, and the number of its kernels."""
-    console = Console(highlight=False)
-    libraries = "".join(f", {name} {version}" for name, version in table.versions.items())
-    console.print(f"{table.device}{libraries}: {path}", style="bold", markup=False)
-    shown = Table("beside a shuffle", "cap", "time", "rounds", box=None)
-    best = table.chosen()
-    for one in table.measured:
-        ratio = f"{one.ratio:.3f} ± {one.error:.3f}"
-        used = best.get(one.workload) == one.cap
-        shown.add_row(one.workload, str(one.cap), ratio, str(one.rounds), style="bold" if used else "")
-    console.print(shown)
-    console.print(
-        "time as a share of that without a cap, with its standard error; "
-        f"{len(table.kernels)} kernels are capped: those that only workloads in bold launch"
-    )
-
-
-# ---- calibrate -------------------------------------------------------------------------
 
 
 @click.command(short_help="Measure which residency caps pay beside a shuffle.")
@@ -148,6 +74,24 @@ def calibrate(seconds: float, size: str, protocol: str | None, as_json: bool) ->
         click.echo(json.dumps({"path": str(path), **asdict(table)}, indent=2))
     else:
         print_table(path, table)
+
+
+def print_table(path: Path, table: OverlapTable) -> None:
+    """Print the measurements of a table, with the chosen caps in bold, and the number of its kernels."""
+    console = Console(highlight=False)
+    libraries = "".join(f", {name} {version}" for name, version in table.versions.items())
+    console.print(f"{table.device}{libraries}: {path}", style="bold", markup=False)
+    shown = Table("beside a shuffle", "cap", "time", "rounds", box=None)
+    best = table.chosen()
+    for one in table.measured:
+        ratio = f"{one.ratio:.3f} ± {one.error:.3f}"
+        used = best.get(one.workload) == one.cap
+        shown.add_row(one.workload, str(one.cap), ratio, str(one.rounds), style="bold" if used else "")
+    console.print(shown)
+    console.print(
+        "time as a share of that without a cap, with its standard error; "
+        f"{len(table.kernels)} kernels are capped: those that only workloads in bold launch"
+    )
 
 
 @contextmanager
