@@ -269,9 +269,6 @@ def _problems_here(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> I
 def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield settings without effect."""
     enabled, method, changed = settings["enabled"], settings["method"], settings["changed"]
-    gone = {key: hint for key in changed if (hint := _hint_if_retired(key)) is not None}
-    for key, hint in gone.items():
-        yield f"{key!r} is {as_yaml(changed[key])}, but this setting is gone: {hint}"
     served = settings["shuffles"].startswith("through the runtime")
     if (enabled or (cluster and cluster["enabled"])) and method is not None and not served:
         yield (
@@ -293,14 +290,8 @@ def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> I
             )
     elif not enabled and not settings["configured"]:
         for key, value in changed.items():
-            if key != "gpurt.enabled" and key not in gone:
+            if key != "gpurt.enabled":
                 yield f"{key!r} is {as_yaml(value)}, but 'gpurt.enabled' is false"
-
-
-def _hint_if_retired(key: str) -> str | None:
-    """Return what to do instead of a key that is gone, or that is in a section that is gone."""
-    name = key.replace("_", "-") + "."  # an environment variable has underscores
-    return next((hint for old, hint in config.RETIRED.items() if name.startswith(f"{old}.")), None)
 
 
 def notes(versions: Mapping[str, str], cluster: Mapping[str, Any] | None) -> Iterator[str]:

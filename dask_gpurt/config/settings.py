@@ -157,26 +157,10 @@ def _keys(settings: type, prefix: str) -> Iterator[tuple[str, bool]]:
 #: The full name of every key, and of those that the schema and the documentation list.
 KEYS = tuple(key for key, _ in _keys(Settings, "gpurt"))
 PUBLIC_KEYS = tuple(key for key, is_public in _keys(Settings, "gpurt") if is_public)
-#: Keys that are gone, with what to do instead. They are ignored with a warning, not refused as unknown ones
-#: are: the runtime does without them what it did by default.
-RETIRED = {
-    "gpurt.placement.always": "placement chooses only while links between workers differ; remove it",
-    **dict.fromkeys(
-        ("gpurt.planning.cache", "gpurt.planning.fuse", "gpurt.planning.local-groups"),
-        "gpurt.planning.optimise switches all of planning",
-    ),
-    "gpurt.planning.filter": "joins are no longer filtered by the keys of the other side; remove it",
-    "gpurt.exchange.compression": "Dask compresses, with 'distributed.comm.compression'; remove it",
-    "gpurt.overlap.adaptive": "compute is no longer confined to some of the SMs; remove it",
-    "gpurt.overlap.fixed": "set 'gpurt.overlap.mode' to the number of blocks, such as 4",
-    "gpurt.overlap.learned": "'dask gpurt calibrate' writes a table for each model of device; remove it",
-    "gpurt.topology": "links are detected, and their speeds learned from transfers; remove it",
-    "gpurt.overlap.residency": "set 'gpurt.overlap.mode' to 'calibrated' or to the number of blocks",
-}
 #: The module that Dask's lists of preloads name, and the kinds of process that have such a list.
 HOOK = "dask_gpurt.preload"
 HOOKED = ("client", "scheduler", "worker", "nanny")
-#: The messages that :func:`say_once` and :func:`_ignore_retired` have logged in this process.
+#: The messages that :func:`say_once` and :func:`say_if_without_effect` have logged in this process.
 _said: set[str] = set()
 
 
@@ -193,14 +177,6 @@ def _unknown(key: str, siblings: Iterable[str]) -> str:
     return f"unknown key {key!r}. Known keys: {', '.join(PUBLIC_KEYS)}"
 
 
-def _ignore_retired(key: str) -> bool:
-    """Return whether a key is gone; say once per process what to do instead."""
-    if (hint := RETIRED.get(key)) is not None and key not in _said:
-        _said.add(key)
-        logger.warning("the setting %r is ignored: %s", key, hint)
-    return hint is not None
-
-
 def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str, found: list[str]) -> Any:
     """Build the dataclass ``settings`` from ``given``, or append errors to ``found`` and return None."""
     items = {item.name.replace("_", "-"): item for item in fields(settings)}
@@ -210,8 +186,7 @@ def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str
         found.append(str(wrong(prefix, given, f"a section with the keys {', '.join(items)}")))
         return None
     values = {str(name).replace("_", "-"): value for name, value in given.items()}
-    unknown = [f"{prefix}.{name}" for name in values if name not in items]
-    found.extend(_unknown(key, items) for key in unknown if not _ignore_retired(key))
+    found += [_unknown(f"{prefix}.{name}", items) for name in values if name not in items]
     read = {}
     for name, item in items.items():
         key, value = f"{prefix}.{name}", values.get(name, default.get(name, item.metadata.get("default")))

@@ -14,8 +14,6 @@ PATHS = ("shared-memory", "cuda-ipc", "comms")
 
 #: How a shuffle and compute beside it share a GPU.
 MODES = ("off", "priority", "calibrated")
-#: What earlier modes did unless more was set.
-EARLIER_MODES = {"adaptive": "priority", "fixed": "priority"}
 
 
 class ConfigError(ValueError):
@@ -187,7 +185,7 @@ positive_or_auto = _or_auto(positive, "a whole number of at least 1")
 
 def overlap_mode(key: str, value: object) -> int | str:
     word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
-    if (word := EARLIER_MODES.get(word, word)) in MODES:
+    if word in MODES:
         return word
     if not isinstance(value, (bool, float)) and word.isdecimal() and int(word) >= 1:
         return int(word)

@@ -138,11 +138,6 @@ def test_a_word_that_means_off_is_off(word: object) -> None:
         ({"gpurt.enabled": True, "distributed.worker.preload": ["mine"]}, "['mine'], which leaves"),
         ({"gpurt.takeover": False}, "'gpurt.takeover' is false, but 'gpurt.enabled' is false"),
         ({"gpurt.exchange.inflight": "2 GiB"}, "'gpurt.exchange.inflight' is '2 GiB', but"),
-        ({"gpurt.enabled": True, "gpurt.planning.cache": False}, "is false, but this setting is gone"),
-        (
-            {"gpurt.overlap.fixed.residency": 4},
-            "'gpurt.overlap.fixed.residency' is 4, but this setting is gone",
-        ),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )

@@ -21,10 +21,8 @@ import dask_gpurt
 from dask_gpurt.config import (
     HOOK,
     HOOKED,
-    KEYS,
     PATHS,
     PUBLIC_KEYS,
-    RETIRED,
     ConfigError,
     Size,
     load,
@@ -95,30 +93,6 @@ def test_defaults_satisfy_the_schema() -> None:
 def test_schema_knows_the_paths() -> None:
     paths = SCHEMA["properties"]["gpurt"]["properties"]["exchange"]["properties"]["paths"]
     assert paths["oneOf"][1]["items"]["enum"] == list(PATHS)
-
-
-@pytest.mark.parametrize("mode", ["adaptive", "fixed"])
-def test_earlier_settings_of_overlap_do_not_keep_the_runtime_off(
-    mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dask_gpurt.config.settings._said", set())
-    given = {"mode": mode, "fixed": {"residency": 4, "sms": 116}, "residency": "auto", "learned": "auto"}
-    assert load({"gpurt": {"overlap": given}}).overlap.mode == "priority"
-    assert "'gpurt.overlap.fixed' is ignored: set 'gpurt.overlap.mode' to the number" in caplog.text
-    assert problems({"gpurt": {"overlap": given}}) == []
-    assert len(caplog.records) == 3, "each is said once"
-
-
-def test_an_earlier_setting_of_placement_does_not_keep_the_runtime_off(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dask_gpurt.config.settings._said", set())
-    given = {"gpurt": {"placement": {"enabled": True, "always": True}}}
-    for _ in range(2):
-        assert load(given).placement.enabled
-    (said,) = caplog.messages
-    assert "'gpurt.placement.always' is ignored: placement chooses only while links" in said
-    assert problems(given) == []
 
 
 def test_defaults_are_in_dask_config() -> None:
@@ -266,20 +240,6 @@ def test_unknown_key_has_a_suggestion(key: str, meant: str) -> None:
         part for part in (key, *(key.rsplit(".", n)[0] for n in (1, 2))) if f"{part!r}:" in problem
     )
     assert problem == f"unknown key {unknown!r}: did you mean {meant!r}?"
-
-
-def test_a_key_that_is_gone_is_ignored_and_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(RETIRED, "gpurt.shuffle.gone", "remove it")
-    old = nested("gpurt.shuffle.gone", True)
-    assert problems(old) == []
-    assert load(old) == load({})
-    assert caplog.messages == ["the setting 'gpurt.shuffle.gone' is ignored: remove it"]
-
-
-def test_no_key_that_is_gone_is_known() -> None:
-    assert not RETIRED.keys() & set(KEYS)
 
 
 def test_unknown_path_has_a_suggestion() -> None:
