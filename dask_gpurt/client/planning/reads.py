@@ -1,21 +1,24 @@
 """Find the reads of Parquet files in a plan, and change the number of their partitions.
 
 Dask puts files together in the step that it calls tuning, between simplifying a plan and lowering it.
+
+Decisions and their figures: ``docs/decisions/partitions.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from dask._expr import Expr
-from dask._task_spec import Task
+from dask._task_spec import List, Task
 from dask.dataframe.dask_expr._repartition import Repartition, RepartitionToFewer
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FusedIO, FusedParquetIO
+from dask.dataframe.dispatch import concat
 from dask.typing import Key
 from dask.utils import parse_bytes
 from fsspec.implementations.local import LocalFileSystem as FsspecFiles
@@ -34,10 +37,12 @@ class FewerPartitions(FusedIO):
     """Read the files of a table as a given number of partitions.
 
     The operands are Dask's read, its class for a read of several files as one partition, which makes the
-    tasks, and the number.
+    tasks, and the number; and, if rows are to have the labels that they have with Dask, Dask's read in the
+    plan. That numbers the rows of each of its partitions, so that these are read one by one.
     """
 
-    _parameters = ["_expr", "kind", "count"]
+    _parameters = ["_expr", "kind", "count", "labelled"]
+    _defaults = {"labelled": None}
 
     @property
     def _load_multiple_files(self) -> Any:
@@ -45,13 +50,25 @@ class FewerPartitions(FusedIO):
 
     @property
     def _fusion_buckets(self) -> list[Any]:
-        partitions = self.operands[0]._partitions
-        bounds = RepartitionToFewer._compute_partition_boundaries(self.operands[2], len(partitions))
-        return [partitions[start:end] for start, end in pairwise(bounds)]
+        read, _, _, labelled = self.operands
+        of_dask = [[at] for at in read._partitions] if labelled is None else buckets_of(labelled)
+        return [list(chain(*of_dask[start:end])) for start, end in self._bounds(len(of_dask))]
+
+    def _bounds(self, number: int) -> Iterator[tuple[int, int]]:
+        return pairwise(RepartitionToFewer._compute_partition_boundaries(self.operands[2], number))
 
     def _task(self, name: Key, index: int) -> Task:
-        task: Task = self.kind._task(self, name, index)
-        return task
+        if (labelled := self.operands[3]) is None:
+            task: Task = self.kind._task(self, name, index)
+            return task
+        start, end = list(self._bounds(labelled.npartitions))[index]
+        parts = [labelled._task(name, at) for at in range(start, end)]
+        return Task(name, concat, List(*parts), _data_producer=True)
+
+
+def buckets_of(expr: Any) -> list[list[int]]:
+    """Return which files are read as each partition of what Dask reads, by their numbers in the read."""
+    return expr._fusion_buckets if isinstance(expr, FusedIO) else [[at] for at in expr._partitions]
 
 
 def lower(tuned: Expr, stage: str) -> Expr:
@@ -114,9 +131,18 @@ class ParquetRead(NamedTuple):
         """Return the bytes of a partition that dask_cudf aims at; 0 for pandas."""
         return int(parse_bytes(self.read.blocksize)) if self.is_of_cudf else 0
 
-    def with_partitions(self, count: int) -> Expr:
-        """Return the read with another number of partitions."""
-        return FewerPartitions(self.read, self.kind, count)  # type: ignore[no-untyped-call]
+    @property
+    def numbers_files(self) -> bool:
+        """Return whether the rows of each file are numbered, however files are put together."""
+        return self.kind is FusedIO
+
+    def with_partitions(self, count: int, *, labelled: bool = False) -> Expr:
+        """Return the read with another number of partitions.
+
+        ``labelled``: whether the rows are to have the labels that they have with Dask.
+        """
+        like = self.expr if labelled and not self.numbers_files else None
+        return FewerPartitions(self.read, self.kind, count, like)  # type: ignore[no-untyped-call]
 
 
 def parquet_reads(plan: Expr) -> dict[str, ParquetRead]:
@@ -249,8 +275,7 @@ class CodedRead(FusedIO):
 
     @property
     def _fusion_buckets(self) -> list[Any]:
-        inner = self.operands[0]
-        return inner._fusion_buckets if isinstance(inner, FusedIO) else [[at] for at in inner._partitions]
+        return buckets_of(self.operands[0])
 
     def _divisions(self) -> Any:
         return self.operands[0].divisions  # of the partitions that are read

@@ -3,15 +3,16 @@
 A result is the same if each operation of the plan is one of these, with the guarantees that it takes:
 
 - *on rows*: row by row, with fixed dtypes or nothing that depends on them (:mod:`.operations`);
-- a *join* on columns whose dtypes do not vary, or on the index of groups. It finds the same rows, in no
-  order, however they are divided;
+- a *join* on columns whose dtypes do not vary, or on the index of groups or of one frame in memory. It finds
+  the same rows, in no order, however they are divided;
 - an *aggregation* of Dask's own whose value does not depend on the order of rows;
 - *rows one below the other*: concatenations, sorts, and repartitions into a single partition;
 - anything else, also functions of the user, *on a single partition* whose rows, labels and order are fixed,
   such as sorted groups; arithmetic and joins of two of them by their labels, in any order.
 
 No operation may have categorical data. Which labels and which order the rows of the result have is followed
-through the plan, too: if they depend on partitions, so does the result.
+through the plan, too: if they depend on partitions, so does the result. Numbers of the rows of a read do not,
+since the read can be told to number them as Dask does (:func:`labels_shown`).
 
 What it does not reason about
     Functions of the user, other libraries, and operations without a guarantee, which all depend on partitions
@@ -37,7 +38,7 @@ from dask.dataframe.dask_expr._cumulative import CumulativeAggregations
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
 from dask.dataframe.dask_expr._repartition import Repartition
 from dask.dataframe.dask_expr._shuffle import SetIndexBlockwise, SortValues
-from dask.dataframe.dask_expr.io.io import FromPandas, FusedIO
+from dask.dataframe.dask_expr.io.io import FromGraph, FromPandas, FusedIO
 
 from dask_gpurt.client.planning.operations import (
     Columns,
@@ -100,8 +101,10 @@ class _Labels(IntEnum):
     VALUES = 0
     #: Numbers of rows within a partition, where rows have no order: after a join or a groupby.
     OF_UNORDERED_ROWS = 1
+    #: Numbers of rows within a partition of a read as Dask makes it, which a read of more files keeps.
+    OF_READ = 2
     #: Numbers of rows within a partition, in the order of files.
-    OF_ROWS = 2
+    OF_ROWS = 3
 
 
 class _Order(IntEnum):
@@ -178,15 +181,32 @@ def columns_of_result(plan: Expr, files: Mapping[str, Columns]) -> Columns | Non
 
 
 def numbered(plan: Expr) -> frozenset[str]:
-    """Return the names of expressions in a plan whose labels are numbers of rows.
+    """Return the names of expressions in a plan whose labels are numbers of rows that no result shows.
 
     If the plan is independent of partitions, no result is made of these numbers.
     """
+    found, shown = _labels_in(plan)
+    return frozenset(name for name, labels in found.items() if labels is not _Labels.VALUES) - shown
+
+
+def labels_shown(plan: Expr) -> frozenset[str]:
+    """Return the names of expressions in a plan whose labels are numbers of rows of reads in a result."""
+    return _labels_in(plan)[1]
+
+
+def _labels_in(plan: Expr) -> tuple[dict[str, _Labels], frozenset[str]]:
+    """Return the labels of each expression by its name, and the names of those that results show."""
     results = plan.operands if isinstance(plan, _ExprSequence) else [plan]
-    found = _described(results, None)
-    if isinstance(found, str):
-        return frozenset()
-    return frozenset(name for name, rows in found.items() if rows.labels is not _Labels.VALUES)
+    described = _described(results, None)
+    found = {} if isinstance(described, str) else {name: rows.labels for name, rows in described.items()}
+    shown = set[str]()
+    left = list(results)
+    while left:
+        expr = left.pop()
+        if expr._name not in shown and found.get(expr._name) is _Labels.OF_READ:
+            shown.add(expr._name)
+            left.extend(expr.dependencies())
+    return found, frozenset(shown)
 
 
 def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> dict[str, _Rows] | str:
@@ -304,7 +324,7 @@ def _rows_of_source(expr: Any, files: Mapping[str, Columns] | None) -> _Rows:
     divided = frozenset([str(expr._name)]) if expr.npartitions != 1 else none
     is_of_single_files = type(expr) in FUSED
     is_of_files = is_of_single_files or isinstance(expr, FusedIO)
-    labels = _Labels.OF_ROWS if is_of_files and index_of(expr).name is None else _Labels.VALUES
+    labels = _Labels.OF_READ if is_of_files and index_of(expr).name is None else _Labels.VALUES
     return _Rows(
         divided,
         divided if is_of_single_files else none,
@@ -470,10 +490,12 @@ def _joins_groups(join: Any, inputs: list[_Rows]) -> bool:
 
 
 def _is_labelled_by_key(expr: Any) -> bool:
-    """Return whether the index is that of groups, by one key, or a column."""
+    """Return whether the index is that of groups, by one key, a column, or that of one frame in memory."""
     while is_on_rows(expr) and type(expr) is not _expr.ResetIndex:
         expr = expr.dependencies()[0]
-    is_known = isinstance(expr, (_groupby.GroupByBase, SetIndexBlockwise))
+    is_known = isinstance(expr, (_groupby.GroupByBase, SetIndexBlockwise)) or (
+        isinstance(expr, (FromGraph, FromPandas)) and expr.npartitions == 1
+    )
     return is_known and cast(Any, expr)._meta.index.nlevels == 1
 
 

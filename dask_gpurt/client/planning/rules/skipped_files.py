@@ -32,6 +32,7 @@ from dask_gpurt.client.planning.footers import Footer
 from dask_gpurt.client.planning.operations import is_of_pandas
 from dask_gpurt.client.planning.reads import files_of_partitions, parquet_reads
 from dask_gpurt.client.planning.rules import Facts
+from dask_gpurt.client.planning.rules.dependence import labels_shown
 from dask_gpurt.client.planning.rules.filters import conditions_on_reads
 from dask_gpurt.client.planning.rules.table_sizes import independent_part
 from dask_gpurt.client.planning.table_facts import MOST_FILES
@@ -58,10 +59,13 @@ class SkipFiles:
             return plan
         bare, dependent = facts.bare(plan)
         part, kept = independent_part(bare) if dependent else (bare, frozenset[str]())
-        conditions = conditions_on_reads(part)
+        conditions, shown = conditions_on_reads(part), labels_shown(part)
         chosen: dict[str, Expr] = {}
         for name, read in parquet_reads(part).items():
             if name in kept or name not in conditions:
+                continue
+            if name in shown and not read.numbers_files:
+                facts.note(self, name, "is read as a whole: the result has numbers of its rows")
                 continue
             try:
                 needed = _needed(read.read, conditions[name], facts.tables.footer)

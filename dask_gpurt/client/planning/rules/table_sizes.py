@@ -16,7 +16,11 @@ from dask_gpurt.client.planning.footers import Column
 from dask_gpurt.client.planning.operations import Columns
 from dask_gpurt.client.planning.reads import ParquetRead, parquet_reads
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import depends_on_partitions, why_dependent
+from dask_gpurt.client.planning.rules.dependence import (
+    depends_on_partitions,
+    labels_shown,
+    why_dependent,
+)
 from dask_gpurt.client.planning.table_facts import Independence, TableFacts
 from dask_gpurt.dask_hooks.planning import Expr, in_sequence, is_sequence, name_of, rebuild
 
@@ -66,9 +70,12 @@ def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> t
     if not found or not facts.sizes.threads or not (chosen := _chosen(rule, part, found, facts, choose)):
         return plan, 0, len(reads)
 
+    shown = labels_shown(part)
+
     def change(expr: Expr) -> Expr:
-        name = name_of(expr)
-        return found[name].with_partitions(chosen[name]) if name in chosen else expr
+        if (name := name_of(expr)) not in chosen:
+            return expr
+        return found[name].with_partitions(chosen[name], labelled=name in shown)
 
     for name, number in chosen.items():
         text = f"is read in {number} partitions, not {found[name].expr.npartitions}"

@@ -142,8 +142,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = [f"n{i % 9}" for i in number]
     large = pd.DataFrame({"key": number % 50, "value": number / 7, "name": names, "number": number})
     small = pd.DataFrame({"key": np.arange(60), "label": [f"l{i % 4}" for i in range(60)], "more": 1.5})
-    dd.from_pandas(large, npartitions=4, sort=False).to_parquet(folder / "large")
-    dd.from_pandas(small, npartitions=3, sort=False).to_parquet(folder / "small")
+    dd.from_pandas(large, npartitions=4, sort=False).to_parquet(folder / "large", write_index=False)
+    dd.from_pandas(small, npartitions=3, sort=False).to_parquet(folder / "small", write_index=False)
     return folder
 
 
@@ -160,6 +160,7 @@ def changed(result: Any, sizes: PartitionSizes = WHOLE) -> list[int]:
     return sorted(each.npartitions for each in plan.walk() if type(each) is FewerPartitions)
 
 
+LOOKUP = pd.DataFrame({"rate": np.arange(20) / 4}, index=pd.Index(range(5, 25), name="code"))
 #: Programs on a large and on a small table whose result is the same for any partitions.
 INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "join": lambda large, small: large.merge(small, on="key"),
@@ -172,6 +173,25 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "groupby of a join": lambda large, small: large.merge(small, on="key").groupby("label").value.mean(),
     "top of a join": lambda large, small: (
         large.merge(small, on="key").sort_values(["value"]).head(5, compute=False)
+    ),
+    "rows of files": lambda large, small: large[large.value > 100],
+    "numbers of rows of files beside groups": lambda large, small: large.join(
+        small.groupby("key").more.sum(), on="key"
+    ),
+    "numbers of some rows of files beside groups": lambda large, small: (
+        large[large.number % 7 == 1]
+        .merge(small.groupby("key").more.sum().to_frame(), left_on="key", right_index=True)
+        .sort_values("value")
+        .head(50, compute=False)
+    ),
+    "numbers of rows of files beside one frame in memory": lambda large, small: large[
+        large.number % 7 == 1
+    ].merge(dd.from_pandas(LOOKUP, npartitions=1), left_on="key", right_index=True),
+    "a join on the index of one persisted frame": lambda large, small: large.join(
+        small.groupby("key").more.sum().to_frame("most").persist(), on="key", how="inner"
+    ),
+    "numbers of rows of two reads": lambda large, small: dd.concat(
+        [large[large.value > 500][["key"]], small[small.key > 20][["key"]]]
     ),
     "reduction": lambda large, small: large.value.sum(),
     "join with distinct rows": lambda large, small: (
@@ -308,12 +328,8 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "local times": lambda large, small: (
         dd.to_datetime(large.key, unit="D").dt.tz_localize("UTC", ambiguous="infer").max()
     ),
-    "rows of files": lambda large, small: large[large.value > 100],
     "numbers of rows of files": lambda large, small: large.reset_index().groupby("index").value.sum(),
     "join on numbers of rows": lambda large, small: large.merge(small, left_on="key", right_index=True),
-    "numbers of rows of files beside groups": lambda large, small: large.join(
-        small.groupby("key").more.sum(), on="key"
-    ),
     "groups joined on indexes of unlike dtypes": lambda large, small: (
         large.groupby("name")
         .key.max()
@@ -338,6 +354,10 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+#: Programs whose result shows numbers of rows, which differ if files are put together in another way.
+NUMBERED = [name for name in INDEPENDENT if "rows of files" in name or "rows of two" in name]
+
+
 @pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_results_do_not_depend_on_partitions(folder: Path, name: str, filesystem: str) -> None:
@@ -352,6 +372,16 @@ def test_results_do_not_depend_on_partitions(folder: Path, name: str, filesystem
         assert found == pytest.approx(expected)
     else:
         pd.testing.assert_frame_equal(canonical(found, index=index), canonical(expected, index=index))
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_rows_have_the_labels_that_they_have_in_reads_of_several_files(folder: Path, name: str) -> None:
+    """Dask's read through Arrow numbers the rows of several files as one, as dask_cudf's does."""
+    tables = [dd.read_parquet(folder / each, filesystem="arrow") for each in ("large", "small")]
+    result = INDEPENDENT[name](*tables)
+    labelled = [each for each in planned(result).walk() if type(each) is FewerPartitions]
+    assert any(each.operand("labelled") is not None for each in labelled)
+    pd.testing.assert_frame_equal(canonical(value_of(planned(result))), canonical(result.compute()))
 
 
 def test_tables_of_unknown_sizes_are_left_to_dask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,14 +46,14 @@ def table() -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
+def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     folder = tmp_path_factory.mktemp("skipped")
     rows = table()
     for number in range(FILES):
         part = pa.Table.from_pandas(rows[number * ROWS : (number + 1) * ROWS], preserve_index=False)
         pq.write_table(part, folder / f"part.{number}.parquet", row_group_size=7)
     pq.write_table(part.slice(0, 0), folder / f"part.{FILES}.parquet")
-    return lambda: dd.read_parquet(folder)
+    return lambda **options: dd.read_parquet(folder, **options)
 
 
 def planned(result: Any) -> tuple[Any, list[int]]:
@@ -125,7 +125,13 @@ def test_files_are_left_out(read: Callable[[], Any], condition: Callable[[Any], 
     assert planned(rows[condition(rows)].key.sum())[1] == [files]
 
 
-def test_all_files_are_read_for_rows_that_are_numbered_in_them(read: Callable[[], Any]) -> None:
-    rows = read()
-    assert planned(rows[rows.number < -30])[1] == [FILES + 1]
-    assert planned(rows[rows.number < -30].key.sum() + rows.key.max())[1] == [FILES + 1]
+@pytest.mark.parametrize(("filesystem", "files"), [("fsspec", 1), ("arrow", FILES + 1)])
+def test_rows_keep_the_labels_that_they_have_where_all_files_are_read(
+    read: Callable[..., Any], filesystem: str, files: int
+) -> None:
+    """Dask's read through Arrow numbers the rows of several files as one."""
+    rows = read(filesystem=filesystem)
+    chosen = rows[rows.number > 118][["number", "key"]]
+    plan, found = planned(chosen)
+    assert found == [files]
+    pd.testing.assert_frame_equal(value_of(plan), chosen.compute())
