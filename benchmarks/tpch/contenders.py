@@ -29,7 +29,14 @@ READS_FIRST = "gpurt-reads-first"
 UNSIZED = "gpurt-unsized"
 #: The runtime as ``--preload dask_gpurt`` on the servers switches it on: the client has no setting.
 FLAG = "gpurt-flag"
-CONTENDERS = (GPURT, FLAG, PLANNED_BY_DASK, SHARED, READS_FIRST, UNSIZED, TASKS, P2P, CUDF_POLARS)
+#: The runtime with an interposer, which caps kernels if it is told to.
+CAPPED = "gpurt-capped"
+#: The runtime with the driver's pool for memory of GPUs in place of rmm's.
+DRIVER_POOL = "gpurt-driver-pool"
+CONTENDERS = (
+    *(GPURT, FLAG, PLANNED_BY_DASK, SHARED, READS_FIRST, UNSIZED, CAPPED, DRIVER_POOL),
+    *(TASKS, P2P, CUDF_POLARS),
+)
 
 #: As in the file that `pip install` puts into Dask's configuration.
 PRELOAD = "dask_gpurt.preload"
@@ -45,6 +52,12 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         # As in the file that `pip install` puts into Dask's configuration.
         "distributed.nanny.preload": [PRELOAD],
     },
+    CAPPED: {
+        "gpurt.enabled": True,
+        "gpurt.overlap.mode": 8,
+        "distributed.nanny.preload": [PRELOAD],
+    },
+    DRIVER_POOL: {},
     PLANNED_BY_DASK: {"gpurt.planning.optimise": False},
     READS_FIRST: {"gpurt.reads.beside": 0},
     UNSIZED: {"gpurt.planning.partition-size": 0, "gpurt.planning.broadcast-size": 0},
@@ -128,8 +141,9 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
                         options.backend,
                         options.workers,
                         options.protocol,
-                        options.rmm_pool_size,
+                        None if names[0] == DRIVER_POOL else options.rmm_pool_size,
                         threads=options.threads,
+                        rmm_async=names[0] == DRIVER_POOL,
                     )
                 )
                 if names[0] != FLAG:

@@ -92,6 +92,7 @@ def end_trace(client: Client) -> dict[str, Any]:
     -------
     dict
         ``gpu_busy``: the share of the time from the first kernel or copy to the last in which there was one;
+        ``gpu_seconds``: the seconds in which there was one;
         ``kernels``: the longest by name in seconds; both over all workers.
     """
     from ..overlap.gpu_timeline import end
@@ -104,4 +105,5 @@ def end_trace(client: Client) -> dict[str, Any]:
         for name, value in of["longest"]["compute"].items():
             kernels[name] = kernels.get(name, 0.0) + value
     longest = sorted(kernels.items(), key=lambda item: -item[1])[:8]
-    return {"gpu_busy": 1 - seconds["neither"] / total if total else None, "kernels": dict(longest)}
+    busy = total - seconds["neither"]
+    return {"gpu_busy": busy / total if total else None, "gpu_seconds": busy, "kernels": dict(longest)}

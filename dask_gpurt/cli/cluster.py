@@ -70,6 +70,7 @@ def local_cluster(
     rmm_pool_size: str | float | None = 0.5,
     *,
     threads: int = 1,
+    rmm_async: bool = False,
 ) -> Iterator[Cluster]:
     """Start a cluster on this machine, without a takeover of Dask's own ``p2p``.
 
@@ -78,6 +79,7 @@ def local_cluster(
     ``rmm_pool_size``: size of the RMM pool of each GPU worker, in bytes, as text, or as a fraction of the
     device.
     ``threads``: task threads per worker.
+    ``rmm_async``: whether memory of GPUs comes from the driver's pool; then ``rmm_pool_size`` is None.
     Yields the running cluster.
     Raises click.ClickException if not all workers start.
     """
@@ -94,7 +96,7 @@ def local_cluster(
         with _without_interrupts():
             if backend == "cudf":
                 cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
-                cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
+                cluster = cluster_class(rmm_pool_size=rmm_pool_size, rmm_async=rmm_async, **common)
             else:
                 cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
         with cluster, _silent_once_interrupted():

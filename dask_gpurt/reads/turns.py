@@ -59,7 +59,7 @@ class ComputeSlots:
     """
 
     def __init__(self, count: int, has_left: Callable[[threading.Thread], bool], metrics: Metrics) -> None:
-        self._count = count
+        self.count = count
         self._has_left = has_left
         self._metrics = metrics
         self._line: WaitLine[Turn] = WaitLine("a turn to compute", metrics.lines)
@@ -139,7 +139,7 @@ class ComputeSlots:
 
     def _hand_out(self) -> None:
         self._holders -= {turn for turn in self._holders if turn.thread and self._has_left(turn.thread)}
-        given = self._line.waiting[: max(0, self._count - len(self._holders))]
+        given = self._line.waiting[: max(0, self.count - len(self._holders))]
         for turn in given:
             self._line.leave(turn, time.monotonic())
         self._holders.update(given)

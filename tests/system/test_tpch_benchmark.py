@@ -20,19 +20,25 @@ pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_feature_is_switched_on_one_cluster(tmp_path: Path) -> None:
-    feature, query = "partitions", "12"
+def test_ways_take_turns_on_their_clusters(tmp_path: Path) -> None:
+    ways = ["default", "two-at-once", "two-workers"]
     tables, output = small_tables(tmp_path / "tables", parts=12), tmp_path / "results.json"
     options = ["--data", str(tables.directory), "--scale", str(SCALE), "--parts", str(tables.parts)]
-    options += ["--feature", feature, "--queries", query, "--repeat", "2", "--json", str(output)]
+    options += ["--ways", ",".join(ways), "--queries", "12", "--repeat", "2", "--json", str(output)]
+    options += ["--pipeline", "1MiB", "--partitions", "4", "--workers", "1"]
     command = [sys.executable, "-m", "benchmarks.tpch.live", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text())["concurrency"]["1"]
-    modes = {mode: seconds[query]["n"] for mode, seconds in found["seconds"].items()}
-    assert modes == {"off": 2, feature: 2}
-    assert {mode: list(of) for mode, of in found["moved_bytes"].items()} == {"off": [query], feature: [query]}
-    assert found[f"{feature} / off"]["low"] <= found[f"{feature} / off"]["high"]
+    found = json.loads(output.read_text())
+    cases = ["pipeline", "ten shuffles", "ten computations", "careful 12"]
+    for way in ways:
+        assert {case: len(seconds) for case, seconds in found["seconds"][way].items()} == dict.fromkeys(
+            cases, 2
+        )
+        assert found["sums"][way]["careful"]["thread_seconds"] > 0
+    assert found["ratios"].keys() == set(ways[1:])
+    for of in found["ratios"].values():
+        assert of["careful"]["low"] <= of["careful"]["ratio"] <= of["careful"]["high"]
 
 
 def test_the_command_measures_and_checks_all_contenders(tmp_path: Path) -> None:
