@@ -76,6 +76,7 @@ class Plan:
     size: int
     partitions: int
     workers: int
+    threads: int
     backend: str
     protocol: str
     repeat: int
@@ -132,7 +133,8 @@ async def _pinned(dask_worker: Any) -> None:
 
 def _local(contender: str, plan: Plan) -> Any:
     budget = plan.budget
-    options: dict[str, Any] = {"n_workers": plan.workers, "threads_per_worker": 1, "dashboard_address": ":0"}
+    options: dict[str, Any] = {"n_workers": plan.workers, "threads_per_worker": plan.threads}
+    options |= {"dashboard_address": ":0"}
     if plan.backend == "pandas":
         return LocalCluster(**options, memory_limit=budget.limit)
     from dask_cuda import LocalCUDACluster
@@ -203,6 +205,7 @@ def collected(plan: Plan, runs: Sequence[Run], output: Path | None) -> dict[str,
 @click.option("--size", default="2GiB", show_default=True, callback=in_bytes)
 @click.option("--partitions", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
 @click.option("--contenders", default="gpurt,tasks,p2p", show_default=True, callback=split_list(CONTENDERS))
 @click.option("--operation", default="shuffle,merge,sort", callback=split_list(list(OPERATIONS)))
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)

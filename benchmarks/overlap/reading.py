@@ -9,7 +9,7 @@ dropped from the page cache, best effort) and in the page cache (``warm``), with
 program on persisted tables; ``decoding and computing alone`` is the program on files in the page cache
 without any delay, one read at a time; ``disk alone`` only reads the files' bytes, with a thread per worker.
 Each result is compared with the first. With ``--rate`` a worker waits when it opens a file, as if its bytes
-came from a store of that speed.
+came from a store of that speed. Nothing that was read is kept. ``--backend cudf`` runs it on GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 from dask.context import thread_state
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +40,7 @@ import dask_gpurt
 from benchmarks.common.commandline import in_bytes, write
 from benchmarks.common.processes import say
 from benchmarks.tpch.figures import spread
+from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.cli.environment import environment
 
 #: Rows of ``facts`` per row of ``keys``.
@@ -164,7 +165,7 @@ def measure(
     for number in range(rounds + 1):  # the first round warms up and is discarded
         turns = [*beside[number % len(beside) :], *beside[: number % len(beside)]]
         for limit in turns:
-            with dask.config.set({"gpurt.reads.beside": limit}):
+            with dask.config.set({"gpurt.reads.beside": limit, "gpurt.cache": "off"}):
                 dask_gpurt.enable(client)
             timed_program(*tables(folder))  # in which `auto` adapts
             for state in ("cold", "warm"):
@@ -179,7 +180,7 @@ def measure(
                 if number:
                     yield {"what": f"{state}, {limit} beside", "seconds": seconds, "counters": reads}
             dask_gpurt.disable(client)
-        with dask.config.set({"gpurt.reads.beside": 0}):
+        with dask.config.set({"gpurt.reads.beside": 0, "gpurt.cache": "off"}):
             dask_gpurt.enable(client)
         held = [table.persist() for table in tables(folder)]
         wait(held)
@@ -258,6 +259,7 @@ def print_figures(found: dict[str, Any]) -> None:
 @click.option(
     "--rows", type=click.IntRange(min=100), default=500_000, show_default=True, help="Rows of a file."
 )
+@click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
 @click.option("--beside", default="0,1,auto", show_default=True, help="Values of gpurt.reads.beside.")
@@ -268,6 +270,7 @@ def print_figures(found: dict[str, Any]) -> None:
 def main(
     files: int,
     rows: int,
+    backend: str,
     workers: int,
     threads: int,
     beside: str,
@@ -283,9 +286,12 @@ def main(
         folder = Path(name)
         make_tables(folder, files, rows)
         nbytes = sum(path.stat().st_size for path in folder.rglob("*.parquet"))
-        cluster = LocalCluster(n_workers=workers, threads_per_worker=threads, dashboard_address=":0")
         measured = []
-        with cluster, Client(cluster) as client:
+        with (
+            local_cluster(backend, workers, threads=threads) as cluster,
+            dask.config.set({"dataframe.backend": backend}),
+            Client(cluster) as client,
+        ):
             for one in measure(client, folder, limits, rounds):
                 measured.append(one)
                 say(f"{one['what']}: {one['seconds']:.2f} s")
@@ -294,6 +300,7 @@ def main(
         "files": files,
         "rows": rows,
         "bytes": nbytes,
+        "backend": backend,
         "workers": workers,
         "threads": threads,
         "rate": rate,

@@ -5,7 +5,8 @@
 Each run has a cluster of its own, of two workers with one thread each, so that peaks of memory start anew.
 The data are made before the clock starts, except for XGBoost, whose figure is memory. Each run records the
 load of the machine right before it, since other programs may use the same cores. With ``--backend cudf`` each
-worker has a GPU of its own, and Dask alone shuffles by ``tasks``, as programs for GPUs do.
+worker has a GPU of its own, and Dask alone shuffles by ``tasks``, as programs for GPUs do. To see how much
+memory of a GPU XGBoost takes, a run must have no pool: ``--rmm-pool-size none --workers 1``.
 ``--warm`` adds runs on the same cluster after the first one.
 """
 
@@ -30,6 +31,7 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import split_list, write
+from benchmarks.common.peaks import PeakMemory, take_peaks
 from dask_gpurt.cli.cluster import local_cluster, rmm_pool_option
 from dask_gpurt.cli.environment import environment, installed_versions
 from examples import flights, near_duplicates, xgboost_training
@@ -55,7 +57,8 @@ class Workers:
 
     backend: str = "pandas"
     protocol: str | None = None
-    rmm_pool_size: str = "0.5"
+    rmm_pool_size: str | None = "0.5"
+    number: int = WORKERS
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def run_flights(client: Client, size: Size, copies: bool) -> tuple[float, dict[s
 def run_xgboost(client: Client, size: Size, copies: bool) -> tuple[float, dict[str, Any]]:
     """Train on a shuffled frame, and record how much the peak memory of each worker grows."""
     client.run(importlib.import_module, "xgboost")
-    before = client.run(xgboost_training.peak_memory)
+    client.register_plugin(PeakMemory())
+    before, driver = client.run(xgboost_training.peak_memory), take_peaks(client).get("device")
     frame = xgboost_training.training_frame(ORDERS_PARTS, size.orders)
     began = time.perf_counter()
     trained = xgboost_training.train(client, frame, copies=copies)
@@ -118,7 +122,12 @@ def run_xgboost(client: Client, size: Size, copies: bool) -> tuple[float, dict[s
     nbytes = rows * len(xgboost_training.COLUMNS) * 4 / len(before)  # float32
     grown = max(peaks[worker] - before[worker] for worker in before)
     error = trained["history"]["train"]["rmse"][-1]
-    return seconds, {"rows": rows, "error": error, "peak bytes": grown, "times the data": grown / nbytes}
+    found = {"rows": rows, "error": error, "peak bytes": grown, "times the data": grown / nbytes}
+    if driver is not None:
+        peak = take_peaks(client)["device"]
+        found |= {"GPU bytes before": driver, "GPU peak bytes": peak}
+        found["times the data on the GPU"] = (peak - driver) / nbytes
+    return seconds, found
 
 
 PROGRAMS: Mapping[str, Program] = {
@@ -146,7 +155,7 @@ def on_a_cluster(
     is_on = contender.startswith(RUNTIME)
     by_tasks = {"dataframe.shuffle.method": "tasks"} if workers.backend == "cudf" and not is_on else {}
     with (
-        local_cluster(workers.backend, WORKERS, workers.protocol, workers.rmm_pool_size) as cluster,
+        local_cluster(workers.backend, workers.number, workers.protocol, workers.rmm_pool_size) as cluster,
         dask.config.set({"dataframe.backend": workers.backend, **by_tasks}),
         Client(cluster) as client,
     ):
@@ -173,8 +182,9 @@ def figures(runs: Sequence[Run]) -> list[dict[str, Any]]:
         program, contender, warm = kind
         row: dict[str, Any] = {"program": program, "contender": contender, "warm": warm, "runs": len(mine)}
         row["seconds"] = _range([run.seconds for run in mine])
-        if "times the data" in mine[0].found:
-            row["times the data"] = _range([run.found["times the data"] for run in mine])
+        for name in ("times the data", "times the data on the GPU"):
+            if name in mine[0].found:
+                row[name] = _range([run.found[name] for run in mine])
         rows.append(row)
     return rows
 
@@ -202,6 +212,7 @@ def _range(values: Sequence[float]) -> dict[str, float]:
     show_default=True,
     help="Further runs on the same cluster.",
 )
+@click.option("--workers", "number", type=click.IntRange(min=1), default=WORKERS, show_default=True)
 @click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
 @click.option("--protocol", help="Protocol of the clusters, such as tcp or ucx.")
 @rmm_pool_option
@@ -213,13 +224,15 @@ def main(
     orders: int,
     repeat: int,
     warm: int,
+    number: int,
     backend: str,
     protocol: str | None,
     rmm_pool_size: str,
     output: Path | None,
 ) -> None:
     runs = []
-    workers = Workers(backend, protocol, rmm_pool_size)
+    pool = None if rmm_pool_size == "none" else rmm_pool_size
+    workers = Workers(backend, protocol, pool, number)
     for run in measure(programs, Size(documents, years, orders), workers, repeat, warm):
         runs.append(run)
         named = f"{run.program}, {run.contender}, turn {run.turn}, after {run.warm}"
@@ -229,7 +242,7 @@ def main(
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": {
-            "workers": WORKERS,
+            "workers": number,
             "threads": 1,
             "programs": programs,
             "documents": documents * PARTS,
@@ -252,10 +265,9 @@ def main(
         line = "{program}, {contender}{run}: {median:.1f} s ({min:.1f} to {max:.1f})".format(
             **row, **seconds, run=", warm" if row["warm"] else ""
         )
-        if "times the data" in row:
-            line += ", at most {median:.1f} times the data ({min:.1f} to {max:.1f})".format(
-                **row["times the data"]
-            )
+        for name in ("times the data", "times the data on the GPU"):
+            if name in row:
+                line += f", at most {{median:.1f}} {name} ({{min:.1f}} to {{max:.1f}})".format(**row[name])
         Console(highlight=False).print(line)
 
 

@@ -68,14 +68,16 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[tuple[Client, Any, str]]:
+def start_cluster(
+    backend: str, workers: int, protocol: str | None, threads: int = 1
+) -> Iterator[tuple[Client, Any, str]]:
     """Start a cluster on this machine; yield a client, the cluster, and the directory of its workers."""
     # A restarted worker binds its port while connections of the killed process still linger.
     os.environ.setdefault("UCX_TCP_CM_REUSEADDR", "y")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with tempfile.TemporaryDirectory(prefix="gpurt-chaos-", ignore_cleanup_errors=True) as directory:
         options: dict[str, Any] = {
-            "threads_per_worker": 1,
+            "threads_per_worker": threads,
             "protocol": protocol,
             "local_directory": directory,
             "dashboard_address": None,

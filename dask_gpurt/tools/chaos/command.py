@@ -50,6 +50,7 @@ def running_cluster(address: str, workers: int) -> Iterator[tuple[Client, None, 
     type=click.IntRange(min=1),
     help="Worker processes, or those to wait for. [default: 3, one per GPU, or one of --scheduler]",
 )
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="pandas", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option(
@@ -95,6 +96,7 @@ def chaos(
     seed: int,
     steps: int | None,
     workers: int | None,
+    threads: int,
     backend: str,
     protocol: str | None,
     scheduler: str | None,
@@ -132,7 +134,7 @@ def chaos(
         dask.config.set({"dataframe.convert-string": False}),
         running_cluster(scheduler, workers or 1)
         if scheduler
-        else start_cluster(backend, count, protocol) as place,
+        else start_cluster(backend, count, protocol, threads) as place,
         console.status("starting") as status,
     ):
         client, cluster, directory = place
