@@ -51,9 +51,8 @@ from dask_gpurt.cli.environment import environment
 from dask_gpurt.device import Streams
 from dask_gpurt.overlap import Caps
 from dask_gpurt.overlap.table import TableError, path_of, read
-from dask_gpurt.tools.bench.budget import budget, take_log
-from dask_gpurt.tools.bench.measure import forget
 
+from ..common.budget import budget, forget, take_log
 from ..common.commandline import split_list, write
 from ..common.processes import Child
 from ..overlap.pipeline import only_compute, only_shuffles, pipeline, source, timed
