@@ -20,14 +20,15 @@ from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence, opti
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.base import collections_to_expr
 from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._expr import (
+    Binop,
     Fused,
     Isin,
     Literal,
     _DelayedExpr,
     is_valid_blockwise_op,
 )
+from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import GroupbyAggregationBase, GroupByChunk
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
@@ -531,6 +532,7 @@ def replace_planning(
     metadata: Replacement,
     columns: Replacement,
     dimensions: Replacement,
+    is_described: Callable[[Any], bool],
     names_index: Replacement,
     look_at_files: Replacement,
     name_read: Replacement,
@@ -542,6 +544,7 @@ def replace_planning(
     ``optimise``: called as ``optimise(original, expr, stage)``; returns the optimised expression.
     ``metadata``, ``columns``, ``dimensions``: called as ``metadata(original, expr)``; return the metadata of
     an expression, the labels of its columns, and the number of its dimensions.
+    ``is_described``: returns whether an expression is known to be a frame or a series.
     ``names_index``: called as ``names_index(original, frame, columns)``; returns whether columns of a join
     name an index.
     ``look_at_files``: called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet
@@ -556,6 +559,9 @@ def replace_planning(
         PLANNING["columns"]: lambda original: partial(columns, original),
         PLANNING["ndim"]: lambda original: partial(dimensions, original),
         PLANNING["__dask_tokenize__"]: lambda original: partial(name_read, original),
+        PLANNING["__getattr__"]: lambda original: partial(_operand_or, original),
+        PLANNING["is_dataframe_like"]: lambda original: partial(_is_frame, original),
+        PLANNING["_divisions"]: lambda original: partial(_divisions_of_binary, original, is_described),
     }
     for seam in PLANNING.seams:
         if seam.attribute == "_dataset_info":
@@ -581,6 +587,32 @@ def observe_planning(patches: PatchSet, *, made: Replacement, optimise: Replacem
             PLANNING["optimize_until"]: lambda original: partial(optimise, original),
         }
     )
+
+
+def _operand_or(original: Callable[[Any, str], Any], expr: Any, name: str) -> Any:
+    """Return the operand of a name, for which Dask first looks up an attribute again, and fails again."""
+    parameters = type(expr)._parameters
+    if name in parameters and not name.startswith("_meta"):
+        return expr.operands[parameters.index(name)]
+    return original(expr, name)
+
+
+def _is_frame(original: Callable[[Any], bool], value: Any) -> bool:
+    """Return whether a value is a frame; Dask would compute the dtypes of one to find out."""
+    kind = type(value)
+    is_known = kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] in ("pandas", "cudf")
+    return is_known or original(value)
+
+
+def _divisions_of_binary(
+    original: Callable[[Any], Any], is_described: Callable[[Any], bool], expr: Any
+) -> Any:
+    """Return the divisions of an operation on two operands, of which Dask asks whether it is of an index."""
+    if not is_described(expr):
+        return original(expr)
+    if expr._broadcastable and len(expr.dependencies()) == 2:
+        return (expr.right if expr.left.ndim < expr.right.ndim else expr.left).divisions
+    return super(Binop, expr)._divisions()
 
 
 #: What Dask hashes of a class of its own, as a part of the name of each expression.

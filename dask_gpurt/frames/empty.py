@@ -12,6 +12,11 @@ from typing import Any
 import pandas as pd
 
 
+def dtypes_of(frame: Any) -> list[Any]:
+    """Return the dtypes of the columns of a frame, which cudf would make a series of pandas of."""
+    return list(frame.dtypes) if isinstance(frame, pd.DataFrame) else [each.dtype for each in frame._columns]
+
+
 def values_at(frame: Any, position: int) -> Any:
     """Return the values of a column of an empty frame, or of a series, for :func:`assembled`."""
     series = frame if frame.ndim == 1 else frame.iloc[:, position]

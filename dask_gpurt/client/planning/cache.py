@@ -201,6 +201,7 @@ class PlanningCache:
                 metadata=self._describer.metadata,
                 columns=self._describer.columns,
                 dimensions=self._describer.dimensions,
+                is_described=self._describer.is_described,
                 names_index=names_index,
                 look_at_files=self._look_at_files,
                 name_read=self._name_read,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from dask_gpurt.frames.empty import assembled, dtype_of, dtype_of_cudf, values_at
+from dask_gpurt.frames.empty import assembled, dtype_of, dtype_of_cudf, dtypes_of, values_at
 from dask_gpurt.frames.registry import LIBRARIES
 
 #: The attribute of an expression that holds its schema.
@@ -194,7 +194,7 @@ def schema_of(frame: Any) -> Schema | None:
     axis, labels = _axis(of_labels), tuple(of_labels)
     if axis is None or not (isinstance(axis, Part) or all(type(label) is str for label in labels)):
         return None
-    columns = [_column(frame, position, dtype) for position, dtype in enumerate(frame.dtypes)]
+    columns = [_column(frame, position, dtype) for position, dtype in enumerate(dtypes_of(frame))]
     if any(each is None for each in columns):
         return None
     return Schema(kind, labels, tuple(filter(None, columns)), index, axis)

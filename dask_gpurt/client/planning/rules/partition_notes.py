@@ -189,7 +189,7 @@ def divisions(expr: Any) -> frozenset[Division]:
 def _with_clear_labels(expr: Any, found: Iterable[Division]) -> Iterator[Division]:
     """Yield divisions by labels that one column, or one level of the index, has."""
     if found := list(found):
-        labels = Counter([*expr.columns, *expr._meta.index.names])
+        labels = Counter([*expr.columns, *index_of(expr).names])
         labels[INDEX] = 1
         yield from (each for each in found if all(labels[column] == 1 for column in each.columns))
 
