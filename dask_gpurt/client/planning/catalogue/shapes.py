@@ -86,7 +86,7 @@ def same(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
 
 
 def of_series(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
-    """Combine series: of their names counts which are equal, of text that is compared with text, neither."""
+    """Describe an operation on series, of whose names only counts which are equal."""
     inputs = [of(each) if isinstance(each, Expr) else each for each in expr.operands]
     series = [each for each in inputs if isinstance(each, Schema)]
     if any(each.is_frame for each in series) or _lacks_schemas(inputs, expr):
@@ -100,10 +100,18 @@ def of_series(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     if type(expr) in _COMPARISONS and not isinstance(inputs[1], Schema):
         operands[1] = _compared(inputs[1], series[0].dtypes[0])
     found = library.ask(type(expr), operands)
+    if found is not None and found.is_frame:  # whose labels may be of the names
+        return asked(expr, of, library)
     if found is None or found.labels[0] not in (None, *aliases.values()):
         return None
     by_alias = {alias: name for name, alias in aliases.items()}
     return found._replace(labels=(by_alias.get(found.labels[0]),))
+
+
+def cast(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Give values another dtype, which a dict has by the name of a series."""
+    by_name = isinstance(expr.operand("dtypes"), dict)
+    return asked(expr, of, library) if by_name else of_series(expr, of, library)
 
 
 def _compared(value: Any, dtype: Any) -> Any:
@@ -216,14 +224,19 @@ def numbered(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     frame = of(expr.frame)
     if frame is None or not (frame.is_frame and frame.columns and _are_labels(frame.labels)):
         return asked(expr, of, library)
-    names = [] if expr.operand("drop") is True else list(frame.index.value.names)
+    levels = list(frame.index.value.names)
+    names = [] if expr.operand("drop") is True else levels
     if not _are_labels([*names, "a"]) or {*names} & {*frame.labels}:
         return asked(expr, of, library)
-    one = frame.one("a")
+    aliases = {name: f"k{number}" for number, name in enumerate(levels) if type(name) is str}
+    index = renamed_index(frame.index, aliases)
+    if index is None:
+        return asked(expr, of, library)
+    one = frame.one("a")._replace(index=index)
     found = library.ask(type(expr), [one, *expr.operands[1:]])
-    if found is None or found.labels != (*names, "a") or found.columns[-1] != one.columns[0]:
+    if found is None or found.labels != (*map(aliases.get, names), "a"):
         return None
-    if found.axis != frame.axis:
+    if found.columns[-1] != one.columns[0] or found.axis != frame.axis:
         return None
     labels, columns = (*names, *frame.labels), (*found.columns[:-1], *frame.columns)
     return found._replace(labels=labels, columns=columns)
@@ -238,7 +251,9 @@ def isin(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     series = of(expr.frame)
     if series is None or series.is_frame:
         return None
-    return library.ask(type(expr), [series, None])
+    alias = (None,) if series.labels == (None,) else ("n",)
+    found = library.ask(type(expr), [series._replace(labels=alias), None])
+    return None if found is None or found.labels != alias else found._replace(labels=series.labels)
 
 
 # ---- joins ----------------------------------------------------------------------------------------
@@ -495,8 +510,8 @@ _ARITHMETIC = (
     _expr.Neg, _expr.Pos, _expr.Abs, _expr.And, _expr.Or, _expr.XOr, _expr.Invert,
 )  # fmt: skip
 _OF_VALUES = (
-    _accessor.FunctionMap, _accessor.PropertyMap, _expr.AsType, _expr.Between, _expr.Clip, _expr.Fillna,
-    _expr.IsNa, _expr.NotNull, _expr.Mask, _expr.Round, _expr.Where,
+    _accessor.FunctionMap, _accessor.PropertyMap, _expr.Between, _expr.Clip, _expr.Fillna, _expr.IsNa,
+    _expr.NotNull, _expr.Mask, _expr.Round, _expr.Where,
 )  # fmt: skip
 _OF_COLUMNS = (_expr.ColumnsSetter, _expr.Drop)
 _OF_GROUPS = (
@@ -514,10 +529,11 @@ _OF_ROWS = (
 )  # fmt: skip
 #: The rule of each operation, by its exact class.
 SCHEMAS: dict[type, Rule] = {
-    **dict.fromkeys((*_COMPARISONS, *_ARITHMETIC), of_series),
-    **dict.fromkeys((*_OF_VALUES, *_OF_COLUMNS, *_OF_GROUPS, *_OF_ROWS), asked),
+    **dict.fromkeys((*_COMPARISONS, *_ARITHMETIC, *_OF_VALUES), of_series),
+    **dict.fromkeys((*_OF_COLUMNS, *_OF_GROUPS, *_OF_ROWS), asked),
     **dict.fromkeys(_AGGREGATIONS, aggregated),
     **dict.fromkeys((ReadParquetFSSpec, ReadParquetPyarrowFS), of_read),
+    _expr.AsType: cast,
     _expr.Assign: assigned,
     _expr.Filter: filtered,
     _expr.Fused: of_fused,

@@ -427,3 +427,29 @@ def test_subclasses_of_operations_are_left_to_dask() -> None:
     class Own(dd.dask_expr._expr.Projection): ...
 
     assert rule_of(Own) is None
+
+
+def test_names_of_columns_and_indexes_make_no_new_questions(library: Library, planner: Planner) -> None:
+    frame = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
+    with planner.used():
+        for names in (("name", "key"), ("a", "b")):
+            text, number = (
+                frame[each].rename(name) for each, name in zip(("name", "key"), names, strict=True)
+            )
+            groups = frame.assign(**{names[1]: frame.key})[[names[1], "ratio"]].groupby(names[1])
+            asked = planner.count("metadata.computed")
+            found = [text.str.upper(), text.isin(["n1"]), number.between(1, 2), number.astype("float64")]
+            assert [each.name for each in found] == [names[0]] * 2 + [names[1]] * 2
+            found = groups.agg({"ratio": "sum"}).reset_index()
+            assert list(found.columns) == [names[1], "ratio"]
+    assert planner.count("metadata.computed") == asked
+
+
+@pytest.mark.parametrize("library", ["pandas"], indirect=True)  # cudf has neither
+def test_names_that_count_are_asked_about(library: Library, planner: Planner) -> None:
+    frame = dd.from_pandas(tables()[0], npartitions=2)
+    with planner.used():
+        assert frame.key.astype({"key": "float64"}).dtype == "float64"
+        with pytest.raises(KeyError, match="Only the Series name can be used"):
+            frame.key.astype({"small": "float64"})
+        assert list(frame.name.str.extract("(?P<n0>n)(?P<key>.)").columns) == ["n0", "key"]
