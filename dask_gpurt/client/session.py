@@ -207,6 +207,7 @@ class Sessions:
             if planning.optimise:
                 self.planning.install()
                 self.planning.clear()  # count choices of methods anew too
+                self.planning.ask_ahead()
 
     def close_cluster(self, client: Client) -> None:
         """End the sessions of all clients of a cluster, which is switched off as a whole."""

@@ -23,6 +23,8 @@ from dask_gpurt.frames.registry import LIBRARIES
 
 logger = logging.getLogger(__name__)
 
+_threads: list[threading.Thread] = []
+
 
 @cache
 def begin() -> None:
@@ -32,7 +34,15 @@ def begin() -> None:
     ]
     for library in found:
         # Not a daemon, which could be in CUDA while the process ends.
-        threading.Thread(target=_use, args=(library,), name="gpurt-first-uses").start()
+        thread = threading.Thread(target=_use, args=(library,), name="gpurt-first-uses")
+        _threads.append(thread)
+        thread.start()
+
+
+def wait() -> None:
+    """Wait until the calls that :func:`begin` has begun are done."""
+    for thread in _threads:
+        thread.join()
 
 
 def _use(library: Any) -> None:
