@@ -97,6 +97,7 @@ def questions(frame: Any) -> Iterator[Callable[[], Any]]:
         lambda: rows.merge(other, left_on="i", right_on="J", how="left"),
         lambda: rows.merge(other, left_on=["i", "s"], right_on=["J", "R"]),
         lambda: rows.merge(alike, on="i", how="leftsemi"),
+        lambda: rows.sort_values("f", ascending=False).head(5, compute=False).simplify().dtypes,
         lambda: rows.assign(year=rows.t.dt.year, new=rows.n, small=rows.k),
         lambda: rows[(rows.f > rows.g) & ~rows.b][["f"]].drop_duplicates(),
         lambda: (rows.f.sum(), rows.i.max(), rows.f.mean(), rows.f + 1, rows.f * 2, rows.f + rows.g),

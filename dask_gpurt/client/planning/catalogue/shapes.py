@@ -246,6 +246,23 @@ def _are_labels(names: Sequence[Any]) -> bool:
     return all(type(name) is str for name in names) and len({*names}) == len(names)
 
 
+def first_rows(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Choose the first rows by some columns: the index may become another one, the columns stay."""
+    frame, by = of(expr.frame), expr.operand("_columns")
+    keys = by if isinstance(by, list) else [by]
+    if frame is None or not (frame.is_frame and _are_labels(frame.labels) and _are_labels(keys)):
+        return asked(expr, of, library)
+    if not keys or not {*keys} <= {*frame.labels}:
+        return asked(expr, of, library)
+    names = [f"k{number}" for number in range(len(keys))]
+    bare = frame._replace(labels=tuple(names), columns=tuple(map(frame.at, keys)))
+    count = expr.operand("n")
+    if type(expr) is _reductions.NFirst and type(count) is int and count > 1:
+        count = 2  # as many rows as Dask's example has
+    found = library.ask(type(expr), [bare, count, names, *expr.operands[3:]])
+    return _like(frame, found, bare.labels, bare.columns)
+
+
 def isin(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Look for values, which do not count for Dask."""
     series = of(expr.frame)
@@ -524,9 +541,9 @@ _AGGREGATIONS = (
 )  # fmt: skip
 _OF_ROWS = (
     Concat, _expr.AddPrefix, _expr.AddSuffix, _expr.DropDuplicatesBlockwise, _expr.DropnaFrame,
-    _expr.DropnaSeries, _expr.ToFrame, _reductions.Chunk, _reductions.DropDuplicates, _reductions.NFirst,
-    _reductions.NLargest, _reductions.NSmallest,
+    _expr.DropnaSeries, _expr.ToFrame, _reductions.Chunk, _reductions.DropDuplicates,
 )  # fmt: skip
+_OF_ORDER = (_reductions.NFirst, _reductions.NLargest, _reductions.NSmallest)
 #: The rule of each operation, by its exact class.
 SCHEMAS: dict[type, Rule] = {
     **dict.fromkeys((*_COMPARISONS, *_ARITHMETIC, *_OF_VALUES), of_series),
@@ -535,6 +552,7 @@ SCHEMAS: dict[type, Rule] = {
     **dict.fromkeys((ReadParquetFSSpec, ReadParquetPyarrowFS), of_read),
     _expr.AsType: cast,
     _expr.Assign: assigned,
+    **dict.fromkeys(_OF_ORDER, first_rows),
     _expr.Filter: filtered,
     _expr.Fused: of_fused,
     _expr.Isin: isin,

@@ -106,6 +106,12 @@ def of_frames(left: Any, right: Any) -> Iterator[Any]:
     yield lambda: left[few].drop_duplicates()
     yield lambda: left.drop_duplicates(subset=["key"])
     yield lambda: left.nlargest(3, "key")
+    yield lambda: left.nsmallest(1, ["ratio", "key"])
+    for number in (1, 3):
+        yield lambda n=number: left.sort_values("name", ascending=False).head(n, compute=False).simplify()
+    yield (
+        lambda: left.sort_values(["kind", "when"], ascending=[True, False]).head(7, compute=False).simplify()
+    )
     yield lambda: left.sort_values("key").head(3, compute=False)
     yield lambda: left.head(3, compute=False)[few]
     yield lambda: left.assign(key=left.key * 2, new=left.ratio).assign(more=lambda x: x.new)
@@ -399,6 +405,16 @@ def test_the_columns_of_a_frame_make_no_new_questions(library: Library, planner:
             metadata(frame[left.flag].assign(new=left.small).reset_index(drop=True).expr)
             if number:
                 assert planner.count("metadata.computed") == asked
+
+
+def test_first_rows_ask_about_the_columns_of_their_order(library: Library, planner: Planner) -> None:
+    frame = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
+    with planner.used():
+        for few, number in ((["key", "name"], 5), (["ratio", "small", "key"], 10)):
+            rows = frame[few].rename(columns={"key": few[0].upper()}).sort_values(few[0].upper())
+            asked = planner.count("metadata.computed")
+            metadata(rows.head(number, compute=False).simplify().expr)
+    assert planner.count("metadata.computed") == asked
 
 
 def test_joins_ask_about_columns_of_a_dtype_once(library: Library, planner: Planner) -> None:
