@@ -15,7 +15,13 @@ import numpy as np
 import pandas as pd
 from dask.base import is_dask_collection
 from dask.dataframe import Series
-from dask.dataframe.dask_expr._expr import Filter, Head, Projection, ResetIndex
+from dask.dataframe.dask_expr._expr import (
+    Filter,
+    Head,
+    Projection,
+    ResetIndex,
+    determine_column_projection,
+)
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
 from dask.dataframe.dask_expr._reductions import (
@@ -183,6 +189,34 @@ def _begin_with_nulls(original: Callable[..., Any], sort: Any, parent: Any, depe
     if type(found) not in kinds or sort.na_position != "first":
         return found
     return kinds[type(found)](*found.operands)
+
+
+def _keep_columns_of_order(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
+    """Leave the columns by which first, last, largest or least rows are chosen until they are.
+
+    Where a program then wants some columns, Dask leaves out the others before, and raises KeyError.
+    """
+    if not (isinstance(expr, NLargest) and isinstance(parent, Projection)) or expr.frame.ndim == 1:
+        return original(expr, parent, dependents)
+    order = convert_to_list(expr.operand("_columns"))
+    needed = {*determine_column_projection(expr, parent, dependents, additional_columns=order)}
+    columns = [label for label in expr.frame.columns if label in needed]
+    if len(columns) == len(expr.frame.columns) or len({*columns}) < len(columns):
+        return None
+    return type(parent)(type(expr)(expr.frame[columns], *expr.operands[1:]), *parent.operands[1:])
+
+
+def _aggregate_columns_needed(original: Callable[..., Any], groups: Any, parent: Any, dependents: Any) -> Any:
+    """Have groups of chosen columns aggregate those of them that are needed later.
+
+    Dask leaves out the others before, and raises KeyError, as it has still chosen them.
+    """
+    found = original(groups, parent, dependents)
+    if found is None or "_slice" not in groups._parameters or not isinstance(groups.operand("_slice"), list):
+        return found
+    fewer = found.operands[0]
+    needed = [label for label in groups.operand("_slice") if label in fewer.frame.columns]
+    return type(parent)(fewer.substitute_parameters({"_slice": needed}), *parent.operands[1:])
 
 
 def _take_most_frequent(original: Callable[..., Any], head: Any) -> Any:
@@ -459,6 +493,8 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("AsType._simplify_up", _check_after_casts),
     ("SortValues._simplify_up", _begin_with_nulls),
     ("Head._simplify_down", _take_most_frequent),
+    ("Reduction._simplify_up", _keep_columns_of_order),
+    ("groupby_projection", _aggregate_columns_needed),
     ("ResetIndex._simplify_up", _keep_conditions_on_labels),
     ("ApplyConcatApply._lower", _count_values_of_nulls),
     ("Mean._lower", _sum_floats),

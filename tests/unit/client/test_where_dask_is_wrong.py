@@ -284,6 +284,45 @@ def test_values_that_a_program_wants_in_no_order_stay_in_it() -> None:
     pd.testing.assert_series_equal(counts.head(3), counts.get_partition(0).compute().head(3))
 
 
+#: Programs that Dask does not compute: columns are left out that something below needs.
+OF_COLUMNS: dict[str, Callable[[Any], Any]] = {
+    "a column of the first rows": lambda rows: rows.sort_values("x")["k"].head(3),
+    "columns of the first rows": lambda rows: rows.sort_values(["j", "x"], ascending=False)[["k"]].head(3),
+    "a column of the last rows": lambda rows: rows.sort_values("x")["k"].tail(3),
+    "numbered first rows": lambda rows: rows.sort_values("x")[["k"]].reset_index(drop=True).head(3),
+    "columns of the largest rows": lambda rows: rows.nlargest(9, ["j", "x"])[["k"]],
+    "a column of the least rows": lambda rows: rows.nsmallest(9, "x").k,
+    "two columns by themselves": lambda rows: (lambda top: top.k + top.j)(rows.nlargest(9, "x")),
+    "groups of the largest rows": lambda rows: rows.nlargest(90, "x").groupby("k").j.sum(),
+    "a join with the largest rows": lambda rows: rows.merge(rows.nlargest(3, "x")[["k"]], on="k").set_index(
+        "k"
+    ),
+    "one of the sums of groups": lambda rows: rows.groupby("k")[["j", "x"]].sum()[["x"]],
+    "a sum of groups as a column": lambda rows: rows.groupby("k")[["j", "x"]].max().x,
+    "some of the groups' columns": lambda rows: (
+        rows.groupby(["k", "j"])[["x", "z"]].mean().reset_index()[["k", "z"]].set_index("k")
+    ),
+    "a median": lambda rows: rows.groupby("k")[["j", "x"]].median()[["x"]],
+    "a first value": lambda rows: rows.groupby("k")[["j", "x"]].first()[["x"]],
+    "filled by groups": lambda rows: rows.groupby("k")[["z", "x"]].ffill()[["z"]],
+    "groups beside rows": lambda rows: rows.join(
+        rows.groupby("k")[["j", "x"]].sum().add_suffix("_sum"), on="k"
+    )[["x", "x_sum"]],
+    "several of the groups": lambda rows: (lambda sums: sums.x / sums.z.sum())(
+        rows.groupby("k")[["j", "x", "z"]].sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_COLUMNS)
+def test_columns_that_are_needed_below_are_there(name: str) -> None:
+    rows = LEFT.assign(z=np.where(LEFT.x % 3, LEFT.x / 2, np.nan))
+    ours, wanted = OF_COLUMNS[name](dd.from_pandas(rows, npartitions=5)), OF_COLUMNS[name](rows)
+    ours = ours.compute() if hasattr(ours, "dask") else ours
+    assert type(ours) is type(wanted)
+    same_rows(*(each.reset_index() for each in (ours, wanted)))
+
+
 def test_rows_are_sorted_by_a_function() -> None:
     lazy = dd.from_pandas(LEFT, npartitions=4)
     for by, options in (("x", {"ascending": False}), (["k", "j"], {"ignore_index": True})):
