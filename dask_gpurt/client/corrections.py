@@ -199,7 +199,8 @@ def _keep_columns_of_order(original: Callable[..., Any], expr: Any, parent: Any,
     if not (isinstance(expr, NLargest) and isinstance(parent, Projection)) or expr.frame.ndim == 1:
         return original(expr, parent, dependents)
     order = convert_to_list(expr.operand("_columns"))
-    needed = {*determine_column_projection(expr, parent, dependents, additional_columns=order)}
+    found: Any = determine_column_projection(expr, parent, dependents, additional_columns=order)
+    needed = {*found}
     columns = [label for label in expr.frame.columns if label in needed]
     if len(columns) == len(expr.frame.columns) or len({*columns}) < len(columns):
         return None
