@@ -17,26 +17,21 @@ from dask.base import is_dask_collection
 from dask.dataframe import Series
 from dask.dataframe.dask_expr._expr import (
     Filter,
-    Head,
     Projection,
-    ResetIndex,
-    determine_column_projection,
 )
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
 from dask.dataframe.dask_expr._reductions import (
     MeanAggregate,
     NFirst,
-    NLargest,
     NLast,
-    NSmallest,
     ShuffleReduce,
     Sum,
-    ValueCounts,
 )
 from dask.dataframe.dask_expr._shuffle import BaseSetIndexSortValues, ShuffleBase
 from dask.utils import M
 
+from dask_gpurt.client.chosen_rows import CHOICES
 from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
 from dask_gpurt.dask_hooks.planning import name_of, shuffled_by_index
 from dask_gpurt.dask_hooks.types import convert_to_list
@@ -189,58 +184,6 @@ def _begin_with_nulls(original: Callable[..., Any], sort: Any, parent: Any, depe
     if type(found) not in kinds or sort.na_position != "first":
         return found
     return kinds[type(found)](*found.operands)
-
-
-def _keep_columns_of_order(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
-    """Leave the columns by which first, last, largest or least rows are chosen until they are.
-
-    Where a program then wants some columns, Dask leaves out the others before, and raises KeyError.
-    """
-    if not (isinstance(expr, NLargest) and isinstance(parent, Projection)) or expr.frame.ndim == 1:
-        return original(expr, parent, dependents)
-    order = convert_to_list(expr.operand("_columns"))
-    found: Any = determine_column_projection(expr, parent, dependents, additional_columns=order)
-    needed = {*found}
-    columns = [label for label in expr.frame.columns if label in needed]
-    if len(columns) == len(expr.frame.columns) or len({*columns}) < len(columns):
-        return None
-    return type(parent)(type(expr)(expr.frame[columns], *expr.operands[1:]), *parent.operands[1:])
-
-
-def _aggregate_columns_needed(original: Callable[..., Any], groups: Any, parent: Any, dependents: Any) -> Any:
-    """Have groups of chosen columns aggregate those of them that are needed later.
-
-    Dask leaves out the others before, and raises KeyError, as it has still chosen them.
-    """
-    found = original(groups, parent, dependents)
-    if found is None or "_slice" not in groups._parameters or not isinstance(groups.operand("_slice"), list):
-        return found
-    fewer = found.operands[0]
-    needed = [label for label in groups.operand("_slice") if label in fewer.frame.columns]
-    return type(parent)(fewer.substitute_parameters({"_slice": needed}), *parent.operands[1:])
-
-
-def _take_most_frequent(original: Callable[..., Any], head: Any) -> Any:
-    """Take the first of all values counted, the most frequent ones.
-
-    Dask divides the values by their hash into partitions that are in no order, unless a program asks for one,
-    and takes what is in the first of them.
-    """
-    counts = head.frame
-    if type(head) is not Head or head.n < 0:
-        return original(head)
-    if type(counts) is ResetIndex and _are_counts(counts.frame):
-        first = Head(counts.frame, *head.operands[1:])
-        return ResetIndex(first, *counts.operands[1:])
-    if _are_counts(counts):
-        kind: Callable[..., Any] = NSmallest if counts.ascending else NLargest
-        return kind(counts, head.n)
-    return original(head)
-
-
-def _are_counts(expr: Any) -> bool:
-    """Return whether an expression counts values, in the order that pandas has by default."""
-    return type(expr) is ValueCounts and expr.sort is None
 
 
 class NUniqueWithNulls(NUnique):
@@ -483,6 +426,7 @@ def _in_floats(steps: dict[str, Any]) -> dict[str, Any]:
 
 #: What each corrects, by its name in Dask. Of several for one, the last one calls those before it.
 CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    *CHOICES,
     ("merge", _join_by_labels),
     ("_get_divisions", _see_all_partitions),
     ("GroupByReduction.chunk_kwargs", _drop_groups_of_nulls),
@@ -493,9 +437,6 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("_build_agg_args_var", _square_floats_of_steps),
     ("AsType._simplify_up", _check_after_casts),
     ("SortValues._simplify_up", _begin_with_nulls),
-    ("Head._simplify_down", _take_most_frequent),
-    ("Reduction._simplify_up", _keep_columns_of_order),
-    ("groupby_projection", _aggregate_columns_needed),
     ("ResetIndex._simplify_up", _keep_conditions_on_labels),
     ("ApplyConcatApply._lower", _count_values_of_nulls),
     ("Mean._lower", _sum_floats),

@@ -141,6 +141,61 @@ def count_values(parts: list[Any], levels: Any, name: Any) -> Any:
     return (groups if rows.ndim == 1 else groups[name]).nunique()
 
 
+# ---- labels of the least and greatest values of groups ------------------------------------------------
+
+# Dask takes the label that the first partition with rows of a group has found. Here partitions return pairs
+# of columns, values and their labels, of which the extreme ones are found again.
+
+
+def labels_of_groups(rows: Any, *by: Any, names: list[Any], least: bool, **options: Any) -> pd.DataFrame:
+    """Return the extreme value of some columns in each group, and its label, indexed by the keys."""
+    frame = rows.to_frame() if rows.ndim == 1 else rows
+    keys = [key if hasattr(key, "dtype") else frame[key] for key in by]
+    columns = [(frame[name], frame.index) for name in names]
+    return _extremes(columns, keys, least=least, **options)
+
+
+def combine_labels(parts: list[Any], levels: Any, least: bool, **options: Any) -> pd.DataFrame:
+    """Return the extreme values of groups of several partitions, and their labels."""
+    rows = concat(parts)
+    keys = [
+        rows.index.get_level_values(level) for level in (levels if isinstance(levels, list) else [levels])
+    ]
+    columns = [(rows.iloc[:, at], rows.iloc[:, at + 1]) for at in range(0, rows.shape[1], 2)]
+    return _extremes(columns, keys, least=least, **options)
+
+
+def choose_labels(parts: list[Any], names: list[Any], name: Any, is_frame: bool, **options: Any) -> Any:
+    """Return the labels of the extreme values of each group.
+
+    Raises ValueError if a group has no values, as pandas does.
+    """
+    pairs = combine_labels(parts, **options)
+    if pairs.iloc[:, ::2].isna().any(axis=None):
+        raise ValueError("a group has no values of which one could be the least or greatest")
+    found = pairs.iloc[:, 1::2].infer_objects().set_axis(names, axis=1)
+    return found if is_frame else found.iloc[:, 0].rename(name)
+
+
+def _extremes(columns: list[Any], keys: list[Any], *, least: bool, **options: Any) -> pd.DataFrame:
+    of_all = [pd.Series(key.array) for key in keys]
+    groups = pd.Series(0, of_all[0].index).groupby(of_all, **options).size().index
+    found = []
+    for at, (values, labels) in enumerate(columns):
+        here = np.flatnonzero(values.notna())
+        grouped = pd.Series(values.array[here]).groupby(
+            [pd.Series(key.array[here]) for key in keys], **options
+        )
+        chosen = grouped.idxmin() if least else grouped.idxmax()
+        places = here[chosen.to_numpy()]
+        pair = {f"value-{at}": values.array[places], f"label-{at}": labels.array[places]}
+        pairs = pd.DataFrame(pair, index=chosen.index)
+        if len(pairs) < len(groups):
+            pairs = pairs.astype({f"label-{at}": object}).reindex(groups)
+        found.append(pairs)
+    return pd.concat(found, axis=1).rename_axis(index=[key.name for key in keys])
+
+
 # ---- groups by a dictionary of Arrow, of which pandas makes one for each word ----------------------
 
 

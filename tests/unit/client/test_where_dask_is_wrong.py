@@ -323,6 +323,38 @@ def test_columns_that_are_needed_below_are_there(name: str) -> None:
     same_rows(*(each.reset_index() for each in (ours, wanted)))
 
 
+OF_LABELS: dict[str, Callable[..., Any]] = {
+    "one column": lambda rows, **options: rows.groupby("k").x.idxmax(**options),
+    "equal values": lambda rows, **options: rows.groupby("k").j.idxmin(**options),
+    "columns with nulls": lambda rows, **options: rows.groupby("k")[["z", "x"]].idxmin(**options),
+    "all columns": lambda rows, **options: rows.groupby("k").idxmax(**options),
+    "two keys": lambda rows, **options: rows.groupby(["k", "n"]).x.idxmin(**options),
+    "null keys": lambda rows, **options: rows.groupby("n", dropna=False)[["x", "j"]].idxmax(**options),
+    "computed keys": lambda rows, **options: rows.groupby(rows.x % 7).j.idxmax(**options),
+    "a series": lambda rows, **options: rows.x.groupby(rows.k).idxmax(**options),
+    "one of the labels": lambda rows, **options: rows.groupby("k")[["j", "x"]].idxmax(**options)[["x"]],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"split_out": 3}], ids=str)
+@pytest.mark.parametrize("name", OF_LABELS)
+def test_labels_of_greatest_values_are_those_of_all_partitions(name: str, options: dict[str, int]) -> None:
+    random = np.random.default_rng(1)
+    rows = LEFT.assign(x=random.permutation(400), z=np.where(LEFT.x % 9 < 3, np.nan, LEFT.j % 5))
+    rows = rows.assign(k=rows.k % 9, n=np.where(rows.j < 9, np.nan, rows.j % 2))
+    rows.index = pd.Index([f"row {at}" for at in range(400)], name="row")
+    lazy = dd.from_pandas(rows, npartitions=11, sort=False)
+    ours, wanted = OF_LABELS[name](lazy, **options).compute(), OF_LABELS[name](rows)
+    same = pd.testing.assert_series_equal if wanted.ndim == 1 else pd.testing.assert_frame_equal
+    same(ours.sort_index(), wanted.sort_index())
+
+
+def test_groups_without_values_have_no_label_of_the_greatest() -> None:
+    lazy = dd.from_pandas(LEFT.assign(x=LEFT.x.where(LEFT.k != 3)), npartitions=4)
+    with pytest.raises(ValueError, match="no values"):
+        lazy.groupby("k").x.idxmax().compute()
+
+
 def test_rows_are_sorted_by_a_function() -> None:
     lazy = dd.from_pandas(LEFT, npartitions=4)
     for by, options in (("x", {"ascending": False}), (["k", "j"], {"ignore_index": True})):
