@@ -1,4 +1,6 @@
-"""Read files of an object store in one thread, without a cluster: plainly, and twice through the cache.
+"""Read files of an object store in one thread, without a cluster: plainly, and twice through the caches.
+
+A worker on a host keeps bytes of files and, in what these leave, columns: ``bytes`` and ``columns``.
 
 Prints the CPU time, the requests and the bytes of each, and the seconds that these come to with a store of a
 given rate and latency. So the figures do not depend on what else runs on the machine, as those of
@@ -16,11 +18,14 @@ from typing import Any
 import click
 import pyarrow.parquet as pq
 import s3fs
+from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 
 from benchmarks.common.commandline import write
 from benchmarks.reads.passes import requests, store
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.dask_hooks.parquet_files import _OfTables
 from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.columns import ColumnCache
 from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.reads.remote import CachedFiles, Reading
 
@@ -35,12 +40,17 @@ WHAT = (
 
 def read(columns: list[str] | None, files: Any) -> int:
     """Read some files as Dask's reader does; return their rows."""
+    engine: Any = _OfTables if isinstance(files, CachedFiles) else ArrowDatasetEngine
     rows = 0
     for number in range(1, FILES + 1):
-        with files.open(f"bucket/lineitem/lineitem.{number}.parquet", mode="rb", cache_type="none") as file:
-            parquet = pq.ParquetFile(file, pre_buffer=True)
-            rows += len(parquet.read(columns, use_threads=False, use_pandas_metadata=True).to_pandas())
+        path = f"bucket/lineitem/lineitem.{number}.parquet"
+        table = engine._read_table(path, files, [None], columns, None, None, [], None)
+        rows += len(engine._arrow_table_to_pandas(table, [], convert_string=True))
     return rows
+
+
+def unseen(nbytes: int) -> None:
+    """Take the bytes of a cache."""
 
 
 @click.command(help=__doc__)
@@ -52,16 +62,25 @@ def read(columns: list[str] | None, files: Any) -> int:
 def main(data: Path, rate: float, latency: float, repeats: int, output: Path | None) -> None:
     """Measure reads of few columns and of all."""
     rows = []
-    with store(data, rate=1e12, latency=0) as url:
+    with store(data, rate=1e12, latency=0, total=1e12) as url:
         files = s3fs.S3FileSystem(key="k", secret="s", endpoint_url=url)
-        for named, columns in COLUMNS.items():
+        with files.open("bucket/lineitem/lineitem.1.parquet") as file:
+            every = pq.read_schema(file).names
+        for named, chosen in COLUMNS.items():
+            columns = chosen or every
             plainly, found = partial(read, columns, files), dict[str, dict[str, Any]]()
             plainly()  # imports, and the connection
             for _ in range(repeats):
-                cache = RangeCache(lambda: 1 << 30, lambda nbytes: None)
-                for name in ("plain", "first", "second"):
+                cache = RangeCache(lambda: 1 << 30, unseen)
+                decoded = None
+                for name in ("plain", "first, bytes", "second, bytes", "first, columns", "second, columns"):
+                    if name == "first, columns":
+                        cache, decoded = (
+                            RangeCache(lambda: 1 << 30, unseen),
+                            ColumnCache(lambda: 1 << 30, unseen),
+                        )
                     before, began, metrics = requests(url), time.process_time(), Metrics()
-                    reading = Reading(cache, metrics)
+                    reading = Reading(cache, metrics, decoded)
                     if name == "plain":
                         plainly()
                     else:
@@ -70,7 +89,7 @@ def main(data: Path, rate: float, latency: float, repeats: int, output: Path | N
                     nbytes = metrics.total("reads.bytes.{source}").get(("store",), 0)
                     asked = requests(url) - before - 1
                     found[name] = {"cpu": round(cpu, 3), "requests": asked, "bytes": nbytes}
-            found["plain"]["bytes"] = found["first"]["bytes"]
+            found["plain"]["bytes"] = found["first, bytes"]["bytes"]
             for name, row in found.items():
                 seconds = row["cpu"] + row["requests"] * latency + row["bytes"] / rate
                 rows.append({"columns": named, "read": name, **row, "seconds": round(seconds, 3)})

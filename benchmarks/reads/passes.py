@@ -185,8 +185,7 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for name in dict.fromkeys(row["pass"] for row in rows)
         }
         seconds = {name: [row["seconds"] for row in each] for name, each in of.items()}
-        served = sum(row["cache"] for row in of["second"])
-        total = served + sum(row["store"] for row in of["second"])
+        fetched = [sum(row["store"] for row in of[name]) for name in ("first", "second")]
         medians = {
             f"{figure} {name}": round(median(row[figure] for row in each), 3)
             for name, each in of.items()
@@ -197,7 +196,7 @@ def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for name, each in seconds.items()
             if name != "second"
         }
-        found.append({"what": what, **medians, **ratios, "share": round(served / max(1, total), 4)})
+        found.append({"what": what, **medians, **ratios, "share": round(1 - fetched[1] / fetched[0], 4)})
         click.echo(str(found[-1]))
     return found
 

@@ -232,9 +232,11 @@ def read_through(
 ) -> None:
     """Have tasks read Parquet files that are not local in another way, unless by an engine of the user.
 
-    ``fsspec``: called with a file system, and a function that reads by the file system that it is given.
+    ``fsspec``: called with a file system, and a function that reads by the file system that it is given. If
+    that has a method ``table``, this is called for the table of each file: with its path, what else the table
+    depends on, the columns, and a function that reads some columns.
     ``arrow``: called with the fragment of a file on a store, in Dask's wrapper, the filters, the columns, the
-    schema, and a function that reads a fragment, in a wrapper or not.
+    schema, and a function that reads a fragment, in a wrapper or not, or some columns of it.
     Raises UnsupportedError if a reader differs from the known one.
     """
 
@@ -250,8 +252,8 @@ def read_through(
     def by_arrow(read: Method) -> Method:
         @wraps(read)
         def reading(fragment_wrapper: Any, filters: Any, columns: Any, schema: Any) -> Any:
-            def of(fragment: Any) -> Any:
-                return read(fragment, filters, columns, schema)
+            def of(fragment: Any, names: Any = columns) -> Any:
+                return read(fragment, filters, names, schema)
 
             wrapper = _renewed(fragment_wrapper)
             if type(wrapper) is not parquet.FragmentWrapper:  # of another worker of this process
@@ -280,7 +282,29 @@ def is_local(files: Any) -> bool:
 def _with_files(reader: Any, files: Any) -> Any:
     found = copy.copy(reader)
     found.fs = files
+    if reader.engine is ArrowDatasetEngine and hasattr(files, "table"):
+        found.engine = _OfTables
     return found
+
+
+class _OfTables(ArrowDatasetEngine):
+    """Read the tables of files by a method of their file system."""
+
+    @classmethod
+    def _read_table(  # type: ignore[override]
+        cls, path: Any, fs: Any, groups: Any, columns: Any, schema: Any, filters: Any, *args: Any, **how: Any
+    ) -> Any:
+        read: Any = super()._read_table
+
+        wanted = [name for name in columns if isinstance(name, str)]
+        unnamed = [name for name in columns if not isinstance(name, str)]  # None, for an index without a name
+
+        def some(names: Any) -> Any:
+            return read(path, fs, groups, [*names, *unnamed], schema, filters, *args, **how)
+
+        if not isinstance(path, str):
+            return some(wanted)
+        return fs.table(path, (groups, unnamed, schema, filters, args, how), wanted, some)
 
 
 #: A row group of a file, by path and number, and whether the file is local; all of it if the number is None.

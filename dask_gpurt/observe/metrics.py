@@ -241,14 +241,15 @@ METRICS: Mapping[str, Metric] = {
         # ---- reads
         _counter(
             "reads.bytes.{source}",
-            "bytes that tasks read of Parquet files: of remote ones from the `cache`, or the `store`; on a "
-            "GPU of columns that were on the `device`, were in `pinned` memory, or had to be `decoded`",
+            "bytes that tasks read of Parquet files: of remote ones from the `cache`, or the `store`; of "
+            "columns that were on the `device`, in `pinned` memory or, on hosts, in `memory`, or had to be "
+            "`decoded`",
             Unit.BYTES,
         ),
         _counter(
             "reads.hits.{source}",
-            "times that tasks found ranges of remote files in the `cache`, columns on the `device`, or in "
-            "`pinned` memory",
+            "times that tasks found ranges of remote files in the `cache`, or columns: on the `device`, in "
+            "`pinned` memory, or in `memory` of a host",
         ),
         _counter(
             "reads.seconds.saved",

@@ -189,6 +189,7 @@ class ColumnCache(EvictingCache):
     """Hold columns of parts, each of one version of its file. Thread-safe.
 
     ``below``: takes columns that are dropped here, or find no room.
+    ``source``: what metrics call its memory.
     """
 
     def __init__(
@@ -196,9 +197,10 @@ class ColumnCache(EvictingCache):
         room: Callable[[], int],
         changed: Callable[[int], None],
         below: ColumnsBelow | None = None,
+        source: str = "device",
     ):
         super().__init__(room, changed)
-        self.below = below
+        self.below, self.source = below, source
         self._parts: dict[Part, Kept] = {}
         self._asked = itertools.count(1)
 
@@ -394,7 +396,7 @@ class ColumnRead:
         lower = [] if below is None else [column for column in every if below.holds(column)]
         nbytes = sum(column.nbytes for column in every) - sum(column.nbytes for column in lower)
         if nbytes:
-            count_found(self._metrics, self._cache, nbytes, "device")
+            count_found(self._metrics, self._cache, nbytes, self._cache.source)
         if below is None or not lower:
             return parts
         copied = dict(zip(map(id, lower), below.raised(lower), strict=True))

@@ -23,8 +23,12 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dask_gpurt.observe import Metrics
+from dask_gpurt.reads import arrow_tables
+from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead, Tables
 from dask_gpurt.reads.eviction import count_found
 from dask_gpurt.reads.ranges import Part, RangeCache, Ranges
+
+_TABLES: Tables = arrow_tables
 
 #: What stores call that which is another one for each contents of a file.
 VERSIONS = ("ETag", "etag", "generation")
@@ -202,15 +206,40 @@ class CachedFile(io.RawIOBase):
         self._cache.keep(self.source.file, self.source.version, self._fetched.pieces)
 
 
+class Decoded(NamedTuple):
+    """Represent the file of a table, of which other ones may have been opened to read it.
+
+    ``opened``: all files that were opened.
+    """
+
+    file: CachedFile
+    opened: Sequence[CachedFile]
+
+    @property
+    def version(self) -> Hashable:
+        """Return the version of the file as it was opened."""
+        return self.file.version
+
+    @property
+    def was_replaced(self) -> bool:
+        """Return whether the table may be of another file that has taken the place of this one."""
+        same = [each for each in self.opened if each.source.file == self.file.source.file]
+        return any(each.version != self.version or each.was_replaced for each in same)
+
+
 class Reading:
     """Read files through the cache for one call of a reader.
 
+    ``columns``: the cache of what is decoded; None if another one keeps that.
     ``metrics``: counts the bytes from the cache and from the store, and reads of files that were replaced.
     """
 
-    def __init__(self, cache: RangeCache, metrics: Metrics):
-        self.cache, self._metrics = cache, metrics
+    def __init__(self, cache: RangeCache, metrics: Metrics, columns: ColumnCache | None = None):
+        self.cache, self.columns, self._metrics = cache, columns, metrics
         self._opened: list[CachedFile] = []
+        self._decoded: list[ColumnRead] = []
+        #: Files that were opened for their version, which nobody has read yet.
+        self.unread: dict[str, CachedFile] = {}
         #: The files of which ranges were handed out last, in their order.
         self.handed: tuple[CachedFile, ...] = ()
 
@@ -219,15 +248,54 @@ class Reading:
         self._opened.append(opened := CachedFile(source, self.cache, self._metrics))
         return opened
 
-    def fragment(self, fragment: Any, filters: Any, columns: Iterable[str] | None, schema: Any) -> Any:
-        """Return a fragment that reads a file of Arrow's file systems through the cache.
+    def table(
+        self, file: CachedFile, options: Any, columns: Iterable[str] | None, read: Callable[[Any], Any]
+    ) -> Any:
+        """Return what ``read`` does for some columns of a file, of what is decoded where that is kept.
+
+        ``options``: what else the table depends on.
+        """
+        wanted = None if columns is None else tuple(columns)
+        try:
+            known = sha256(pickle.dumps(options)).digest()
+        except (TypeError, AttributeError, pickle.PicklingError):  # such as a function of the user
+            known = b""
+        if self.columns is None or not known or len({*(wanted or ())}) < len(wanted or ()):
+            return read(wanted)
+        part = file.source.file, None, known
+        asked = Asked((part,), wanted, (Decoded(file, self._opened),))
+
+        def some(names: Sequence[str] | None) -> Any:
+            return read(wanted if names is None else names)
+
+        reading = ColumnRead(self.columns, _TABLES, asked, some, contextlib.nullcontext, self._metrics)
+        self._decoded.append(reading)
+        return reading.read(None)
+
+    def of_fragment(
+        self, fragment: Any, filters: Any, columns: Any, schema: Any, read: Callable[..., Any]
+    ) -> Any:
+        """Return the table of a file of Arrow's file systems.
+
+        ``read``: reads some columns of a fragment.
+        """
+        if (source := of_arrow(fragment.filesystem, fragment.path)) is None:
+            return read(fragment, columns)
+        file = self.open(source)
+
+        def some(names: Any) -> Any:
+            return read(self._fragment(file, fragment, filters, names, schema), names and list(names))
+
+        groups = [group.id for group in fragment.row_groups] if fragment.row_groups is not None else None
+        return self.table(file, (groups, filters, schema, fragment.partition_expression), columns, some)
+
+    def _fragment(self, file: CachedFile, fragment: Any, filters: Any, columns: Any, schema: Any) -> Any:
+        """Return a fragment that reads a file through the cache.
 
         Arrow reads a file of Python with one request at a time, so the chunks of columns are fetched first,
         of the row groups that may have rows for the filters.
         """
-        if (source := of_arrow(fragment.filesystem, fragment.path)) is None:
-            return fragment
-        file = self.open(source)
+        file.seek(0)
         footer = pq.read_metadata(file)
         file.seek(0)
         found = fragment.format.make_fragment(file, partition_expression=fragment.partition_expression)
@@ -251,6 +319,8 @@ class Reading:
                 if not any(file.was_replaced for file in self._opened):
                     for file in self._opened:
                         file.keep()
+                    for reading in self._decoded:
+                        reading.keep()
                     return result
         finally:
             _thread.reading = None
@@ -289,10 +359,19 @@ class CachedFiles(DirFileSystem):  # type: ignore[misc]  # untyped
         """Open a file through the cache, if it is read and its store tells its version."""
         if mode != "rb":
             return self.fs.open(path, mode, **options)
+        if (unread := self._reading.unread.pop(path, None)) is not None:
+            return unread
         self.fs.invalidate_cache()  # listings, which have what was true when they were made
         opened = self.fs.open(path, mode, **{"cache_type": "none", **options})
         source = of_fsspec(opened)
         return opened if source is None else self._reading.open(source)
+
+    def table(self, path: str, options: Any, columns: Sequence[str], read: Callable[[Any], Any]) -> Any:
+        """Return what ``read`` does for some columns of a file; see :meth:`Reading.table`."""
+        if self._reading.columns is None or not isinstance(file := self.open(path), CachedFile):
+            return read(columns)
+        self._reading.unread[path] = file
+        return self._reading.table(file, options, columns, read)
 
     def cat_ranges(self, paths: Any, starts: Any, ends: Any, *args: Any, **options: Any) -> Any:
         """Return ranges of files through the cache, and fetch all others at once, as libraries of GPUs do."""

@@ -119,13 +119,17 @@ def _are_distinct(names: Sequence[Any], without: str) -> bool:
 class KeptRanges:
     """Have the tasks of a worker read Parquet files through its cache.
 
+    ``columns``: keeps the columns of tables on hosts; None where others do.
     ``worker``: the Dask worker. The readers are wrapped for the whole process; calls from elsewhere pass
     through.
     """
 
-    def __init__(self, worker: WorkerServer, cache: RangeCache, metrics: Metrics):
+    def __init__(
+        self, worker: WorkerServer, cache: RangeCache, metrics: Metrics, columns: ColumnCache | None = None
+    ):
         self._worker = worker
         self._cache = cache
+        self._columns = columns
         self._metrics = metrics
         self._patches = PatchSet(Layer.READS)
 
@@ -147,21 +151,19 @@ class KeptRanges:
             mine = get_worker() is self._worker
         except ValueError:  # not a task
             return None
-        return remote().Reading(self._cache, self._metrics) if mine else None
+        return remote().Reading(self._cache, self._metrics, self._columns) if mine else None
 
     def _fsspec(self, files: Any, read: Callable[[Any], Any]) -> Any:
         if (reading := self._reading()) is None:
             return read(files)
         return reading.run(partial(read, remote().CachedFiles(files, reading)), partial(read, files))
 
-    def _arrow(
-        self, wrapper: Any, filters: Any, columns: Any, schema: Any, read: Callable[[Any], Any]
-    ) -> Any:
+    def _arrow(self, wrapper: Any, filters: Any, columns: Any, schema: Any, read: Callable[..., Any]) -> Any:
         if (reading := self._reading()) is None:
             return read(wrapper)
 
         def through() -> Any:
-            return read(reading.fragment(wrapper.fragment, filters, columns, schema))
+            return reading.of_fragment(wrapper.fragment, filters, columns, schema, read)
 
         return reading.run(through, partial(read, wrapper))
 

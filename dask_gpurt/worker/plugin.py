@@ -232,7 +232,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             undo.push_async_callback(self._give_data_back)
         # On a GPU only if a size is asked for: it has not run with cudf there.
         if settings.cache != 0 and (self.tiers.device.on_host or settings.cache is not None):
-            kept = KeptRanges(worker, self.tiers.ranges, self.metrics)
+            columns = self.tiers.columns if self.tiers.device.on_host else None
+            kept = KeptRanges(worker, self.tiers.ranges, self.metrics, columns)
             undo.callback(kept.uninstall)
             kept.install()
         undo.callback(self.reads.uninstall)

@@ -121,7 +121,7 @@ class WorkerTiers:
         self.tiered_buffer.relieve = self._relieve_soon
         self._host_tier = self.tiered_buffer.host_tier
         #: Ranges of files that tasks have read, in what the live tier in host memory has left.
-        self.ranges = RangeCache(self._left_for_ranges, partial(self.ledger.set, self._host_tier, CACHED))
+        self.ranges = RangeCache(self._left_for_ranges, self._kept_on_host)
         #: Columns of files that were on the device, in what the pinned tier has left.
         self.below = ColumnsBelow(
             self._pinned_tier,
@@ -130,9 +130,13 @@ class WorkerTiers:
             self._left_below,
             partial(self.ledger.set, Tier.PINNED, CACHED),
         )
-        #: Columns of files, in what the device tier of a GPU has left.
-        self.columns = ColumnCache(
-            self._left_for_columns, partial(self.ledger.set, Tier.DEVICE, CACHED), self.below
+        #: Columns of files, in what the device tier of a GPU has left; on a host in what ranges leave.
+        self.columns = (
+            ColumnCache(self._left_for_columns, self._kept_on_host, source="memory")
+            if self.device.on_host
+            else ColumnCache(
+                self._left_for_columns, partial(self.ledger.set, Tier.DEVICE, CACHED), self.below
+            )
         )
         self._dropping = False
         self._seen = threading.local()
@@ -263,7 +267,9 @@ class WorkerTiers:
         return self._left_to_keep(self.limits.live(self._host_tier), self.memory_limit, headroom)
 
     def _left_for_columns(self) -> int:
-        """Return the bytes that columns of files may have now on a GPU. From any thread."""
+        """Return the bytes that columns of files may have now. From any thread."""
+        if self.device.on_host:
+            return max(0, self._left_for_ranges() - self.ranges.nbytes)
         if self._guard is None:  # without which allocations of others would fail
             return 0
         return self._left_to_keep(self.limits.device, self.limits.device, self.ledger.headroom(Tier.DEVICE))
@@ -280,8 +286,15 @@ class WorkerTiers:
         most = asked.of(total) if isinstance(asked, Size) else int(CACHE_SHARE * live)
         return max(0, min(most, headroom))
 
+    def _kept_on_host(self, _: int) -> None:
+        """Count what is kept of files in host memory, by a cache or the other one. From any thread."""
+        columns = self.columns.nbytes if self.device.on_host else 0
+        self.ledger.set(self._host_tier, CACHED, self.ranges.nbytes + columns)
+
     def _changed(self) -> None:
         """Report a change of the ledger, and give way to it. From any thread."""
+        if self.device.on_host:
+            self.columns.fit()
         self.ranges.fit()
         if self.columns.excess() > 0 and not self._dropping:
             self._dropping = True
@@ -374,7 +387,7 @@ class WorkerTiers:
     def _managed_on_host(self) -> int:
         device = self.ledger.used(Tier.DEVICE) if self.tiered_buffer.host_tier is Tier.DEVICE else 0
         cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, SPILLED_BY_LIBRARY))
-        cells += self.ranges.nbytes + self.below.nbytes
+        cells += self.ranges.nbytes + self.below.nbytes + (self.columns.nbytes if self.device.on_host else 0)
         return device + cells + self.ledger.used(Tier.PINNED)
 
     def _pressure(self, process: int) -> int:
@@ -392,6 +405,8 @@ class WorkerTiers:
             # First reduce the process by mapped pages and unused pool memory, which need no spilling.
             self.pools.drop_pages()
             if pressure := self._pressure(self.worker.monitor.get_process_memory()):
+                if self.device.on_host:
+                    pressure -= self.columns.release(pressure)
                 self.ranges.release(pressure)
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()

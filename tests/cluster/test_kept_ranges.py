@@ -20,7 +20,9 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 import dask_gpurt
 from benchmarks.reads.store import serve
+from dask_gpurt.memory.ledger import CACHED
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.reads.columns import Column, Kept
 from tests.helpers.clusters import cluster
 
 pytest.importorskip("s3fs")
@@ -107,8 +109,10 @@ def test_a_second_query_reads_nothing_from_the_store(client: Client, bucket: Buc
     first = from_store(client)
     assert first >= FILES * ROWS * 8 / 4  # at most, values are stored by a dictionary
     # A query of its own that reads the same column, so that results of the first are of no use.
+    decoded = dask_gpurt.report(client)["counters"]["reads.bytes.decoded"]
     assert bucket.table(way).x.max().compute() == FILES
     assert from_store(client) == 0
+    assert dask_gpurt.report(client)["counters"]["reads.bytes.decoded"] == decoded
     memory = dask_gpurt.memory_usage(client).to_pandas()
     assert memory.cached.sum() >= first
 
@@ -134,15 +138,18 @@ def test_the_cache_gives_way_to_reservations_at_once(client: Client) -> None:
     def sizes(dask_worker: Any) -> list[int]:
         tiers, found = dask_worker.plugins["gpurt"].tiers, []
         tiers.ranges.keep("file", 0, {0: bytes(MIB), MIB: bytes(MIB)})
-        found.append(tiers.ranges.nbytes)
+        column = Column("x", "int", None, MIB)
+        tiers.columns.keep(("file", None, ()), Kept(0, {}, {}, {"x": column}))
+        found.append(tiers.ranges.nbytes + tiers.columns.nbytes)
+        assert tiers.ledger.cell(tiers._host_tier, CACHED) == found[0] >= 3 * MIB
         reservations = tiers.tiered_buffer.reservations
         assert reservations.try_reserve("key", tiers.limits.device - MIB, Tier.DEVICE)
-        found.append(tiers.ranges.nbytes)
+        found.append(tiers.ranges.nbytes + tiers.columns.nbytes)
         reservations.cancel("key")
         return found
 
     for before, after in client.run(sizes).values():
-        assert before >= 2 * MIB
+        assert before >= 3 * MIB
         assert after <= MIB
 
 

@@ -503,6 +503,7 @@ class Tiers(SimpleNamespace):
             ledger=Ledger({Tier.DEVICE: 1000}),
             limits=limits,
             settings=SimpleNamespace(cache=cache),
+            device=SimpleNamespace(on_host=False),
             tiered_buffer=SimpleNamespace(spill=self.spilled.append, removals=0),
             _guard=object(),
             _seen=threading.local(),
@@ -549,6 +550,15 @@ def test_columns_below_leave_half_of_the_pinned_tier_and_all_that_others_have() 
     assert WorkerTiers._left_below(tiers) == 200  # type: ignore[arg-type]
     tiers._guard = None
     assert WorkerTiers._left_below(tiers) == 0  # type: ignore[arg-type]
+
+
+def test_columns_on_a_host_take_what_bytes_of_files_leave() -> None:
+    tiers = Tiers()
+    tiers.device.on_host = True
+    tiers.ranges.nbytes, tiers._left_for_ranges = 300, lambda: 400
+    assert tiers.room() == 100
+    tiers.ranges.nbytes = 500
+    assert tiers.room() == 0
 
 
 def test_an_allocation_that_fails_drops_columns_before_anything_is_spilled(library: Library) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import io
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 
+from dask_gpurt.dask_hooks.parquet_files import _OfTables
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import eviction, remote
+from dask_gpurt.reads.columns import ColumnCache
 from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.reads.remote import CachedFiles, Reading, Source, chunks, handed_out, joined, version_of
+from dask_gpurt.tools.chaos.files import Store as StoreOfHost
+from dask_gpurt.tools.chaos.files import StoredFile
 from dask_gpurt.worker.kept_reads import asked_of
 
 
@@ -284,3 +292,130 @@ def test_the_chunks_of_columns_are_all_that_arrow_reads() -> None:
 def test_near_ranges_are_joined() -> None:
     far = 10 << 20
     assert joined([(far, far + 5), (4, 10), (0, 3), (20, 30)]) == [(0, 30), (far, far + 5)]
+
+
+# ---- tables of files, decoded -----------------------------------------------------------------------
+
+NUMBERS = 400
+
+
+def content(first: int) -> pd.DataFrame:
+    """Return a frame of most types, with an index and nulls."""
+    rows = range(first, first + NUMBERS)
+    return pd.DataFrame(
+        {
+            "x": rows,
+            "real": [None if row % 7 == 0 else row / 3 for row in rows],
+            "word": [None if row % 5 == 0 else f"w{row}" for row in rows],
+            "when": pd.Timestamp("2020-01-01") + pd.to_timedelta(list(rows), unit="D"),
+            "kind": pd.Categorical([f"k{row % 3}" for row in rows]),
+        },
+        index=pd.Index([f"i{row}" for row in rows], name="label"),
+    )
+
+
+class Folder:
+    """Hold a file in a store of this host."""
+
+    def __init__(self, path: Path):
+        self.path = str(path / "0.parquet")
+        self.columns = ColumnCache(lambda: 1 << 24, lambda nbytes: None)
+        self.metrics = Metrics()
+
+    def write(self, first: int, *, index: str = "label") -> None:
+        new, frame = Path(f"{self.path}.new"), content(first)
+        if index == "unnamed":
+            frame.index.name = None
+        (frame.reset_index() if index == "none" else frame).to_parquet(new, row_group_size=100)
+        new.replace(self.path)
+
+    def read(self, columns: list[Any], *, keeping: bool = True, **how: Any) -> pa.Table:
+        given: list[Any] = [how.get("groups") or [None], columns, how.get("schema"), how.get("filters")]
+        if not keeping:
+            return ArrowDatasetEngine._read_table(self.path, StoreOfHost(), *given, [], None)
+        reading = Reading(RangeCache(int, lambda nbytes: None), self.metrics, self.columns)
+        files = CachedFiles(StoreOfHost(), reading)
+
+        def read() -> Any:
+            return _OfTables._read_table(self.path, files, *given, [], None)
+
+        return reading.run(read, lambda: self.read(columns, keeping=False, **how))
+
+    @property
+    def decoded(self) -> float:
+        return self.metrics.total("reads.bytes.{source}").get(("decoded",), 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    found = Folder(tmp_path)
+    found.write(0)
+    return found
+
+
+HOWS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "groups": {"groups": [1, 3]},
+    "filters": {"filters": [("x", ">", 150), ("word", "!=", "w152")]},
+    "filtered groups": {"filters": [[("real", "<", 50.0)], [("x", "==", 399)]], "groups": [0, 1, 3]},
+}
+
+
+@pytest.mark.parametrize("index", ["label", "none", "unnamed"])
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_tables_are_as_arrow_reads_them_and_columns_are_decoded_once(
+    folder: Folder, how: Any, index: str
+) -> None:
+    folder.write(0, index=index)
+    how = how | {"schema": pq.read_schema(folder.path)}
+    last: Any = None if index == "unnamed" else "label"  # as Dask asks for such an index
+    for columns in (["x", "word"], ["when", "x", last], ["kind", "word"], ["real", last], ["x"]):
+        for _ in range(2):
+            found, expected = (
+                folder.read(list(columns), **how),
+                folder.read(list(columns), keeping=False, **how),
+            )
+            assert found.equals(expected, check_metadata=True)
+            assert found.to_pandas().equals(expected.to_pandas())
+    before = folder.decoded
+    folder.read(["word", "when"] if index == "none" else ["real", last], **how)
+    assert folder.decoded == before > 0
+
+
+def test_tables_by_other_filters_share_nothing(folder: Folder) -> None:
+    schema = pq.read_schema(folder.path)
+    rows = [folder.read(["x"], filters=[("x", "<", most)], schema=schema).num_rows for most in (10, 20, 10)]
+    assert rows == [10, 20, 10]
+    assert folder.read(["x"], schema=schema).num_rows == NUMBERS
+
+
+def test_a_table_of_a_file_that_was_replaced_is_read_anew(folder: Folder) -> None:
+    for first in (0, 1000, 2000):
+        folder.write(first)
+        for columns in (["x"], ["x", "word"]):
+            assert folder.read(columns)["x"][0].as_py() == first
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_a_file_replaced_between_any_two_calls_of_its_store_is_not_mixed(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Whether its version is asked for, its footer read, or its columns."""
+    folder.read(["x"])
+    calls = count(1)
+
+    def replacing(original: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == at:
+                folder.write(1000)
+            return original(*args, **kwargs)
+
+        return called
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreOfHost, "info", replacing(StoreOfHost.info))
+        patch.setattr(StoredFile, "_fetch_range", replacing(StoredFile._fetch_range))
+        found = folder.read(["x", "word"]).to_pandas()
+    assert [f"w{x}" for x in found.x if x % 5] == list(found.word.dropna())
+    fresh = folder.read(["x", "word"]).to_pandas()
+    pd.testing.assert_frame_equal(fresh, content(1000 if next(calls) > at else 0)[["x", "word"]])
