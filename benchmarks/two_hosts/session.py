@@ -9,9 +9,10 @@ The hosts, and that of the store, are on one switch. Each side is a cluster of i
 - ``reads``: reads go where their files stay; the default,
 - ``all``: and placement by links and memory is on (``gpurt.placement.enabled``).
 
-Sides take turns, in an order that alternates; each begins a session with nothing kept. Bytes and CPU seconds
-hardly depend on what else runs on the machine. What a session would take on a quiet one is estimated of them:
-the CPU seconds of a worker, and the seconds of the busiest link.
+Sides take turns, in an order that alternates. Each begins a session with nothing kept, and runs the queries
+once or several times (``--passes``). Bytes and CPU seconds hardly depend on what else runs on the machine. What
+a pass would take on a quiet one is estimated of them: the CPU seconds of a worker, and the seconds of the
+busiest link.
 """
 
 from __future__ import annotations
@@ -100,9 +101,8 @@ def counts(client: Client) -> tuple[float, dict[str, tuple[int, int]]]:
     return cpu, link_bytes(client, list(hosts.values()))
 
 
-def session(client: Client, url: str, queries: Sequence[int], rate: int) -> dict[str, Any]:
-    """Run the queries with nothing kept, and return what they took, and their results."""
-    forget(client)
+def passed(client: Client, url: str, queries: Sequence[int], rate: int) -> dict[str, Any]:
+    """Run the queries, and return what they took, and their results."""
     (cpu, links), read, began = counts(client), read_bytes(client), time.perf_counter()
     with client.as_current():
         results = [QUERIES[number].build(StoredTables(url)).compute() for number in queries]
@@ -121,21 +121,30 @@ def session(client: Client, url: str, queries: Sequence[int], rate: int) -> dict
 
 
 def measure(
-    folder: Path, rate: int, names: Sequence[str], queries: Sequence[int], turns: int, workers: int
+    folder: Path,
+    rate: int,
+    names: Sequence[str],
+    queries: Sequence[int],
+    turns: int,
+    workers: int,
+    passes: int,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each session of each side but the first, which imports modules."""
     with clusters(folder, rate, names, workers) as (url, sides):
         for turn in range(turns + 1):
             expected = None
             for name in names if turn % 2 else [*names][::-1]:
-                found = session(sides[name], url, queries, rate)
-                results = found.pop("results")
-                if expected is not None and not all(map(_same, expected, results)):
-                    raise ValueError(f"{name}: other results")
-                expected = results
-                if turn:
-                    yield {"rate": rate, "side": name, "turn": turn, **found}
-                click.echo(str({"side": name, "turn": turn, **found}), err=True)
+                forget(sides[name])
+                for at in range(1, passes + 1):
+                    found = passed(sides[name], url, queries, rate)
+                    results = found.pop("results")
+                    if expected is not None and not all(map(_same, expected, results)):
+                        raise ValueError(f"{name}: other results")
+                    expected = results
+                    row = {"rate": rate, "side": name, "turn": turn, "pass": at, **found}
+                    click.echo(str(row), err=True)
+                    if turn:
+                        yield row
         fallbacks = {name: dask_gpurt.report(client).fallbacks.to_dict() for name, client in sides.items()}
         click.echo(str(fallbacks), err=True)
 
@@ -155,8 +164,9 @@ def _same(one: Any, other: Any) -> bool:
 def figures(rows: list[Any], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return medians of each side on each link, and the ratios to the first side."""
     found = []
-    for rate in dict.fromkeys(row["rate"] for row in rows):
-        of = {name: [row for row in rows if (row["rate"], row["side"]) == (rate, name)] for name in names}
+    for rate, at in dict.fromkeys((row["rate"], row["pass"]) for row in rows):
+        here = [row for row in rows if (row["rate"], row["pass"]) == (rate, at)]
+        of = {name: [row for row in here if row["side"] == name] for name in names}
         for name, each in of.items():
             medians = {
                 what: round(median(row[what] for row in each), 3)
@@ -169,7 +179,7 @@ def figures(rows: list[Any], names: Sequence[str]) -> list[dict[str, Any]]:
                 for what in ("seconds", "estimated")
             }
             means = {f"mean {what}": round(geometric_mean(each), 3) for what, each in ratios.items()}
-            found.append({"rate": rate, "side": name, **medians, **means, **ratios})
+            found.append({"rate": rate, "pass": at, "side": name, **medians, **means, **ratios})
             click.echo(str(found[-1]))
     return found
 
@@ -180,6 +190,7 @@ def figures(rows: list[Any], names: Sequence[str]) -> list[dict[str, Any]]:
 @click.option("--sides", default=",".join(SETTINGS), callback=split_list(list(SETTINGS)))
 @click.option("--queries", default=",".join(map(str, SESSION)), callback=split_list(list(map(str, QUERIES))))
 @click.option("--turns", default=5, show_default=True)
+@click.option("--passes", default=1, show_default=True, help="Over the queries in a session.")
 @click.option("--workers", default=2, show_default=True, help="On each host.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(
@@ -188,6 +199,7 @@ def main(
     sides: Sequence[str],
     queries: Sequence[str],
     turns: int,
+    passes: int,
     workers: int,
     output: Path | None,
 ) -> None:
@@ -195,7 +207,9 @@ def main(
     rows: list[dict[str, Any]] = []
     about = {"what": WHAT, "date": datetime.now(UTC).isoformat(timespec="seconds"), **environment()}
     for link in links:
-        for row in measure(folder, round(1e9 * float(link)), sides, [*map(int, queries)], turns, workers):
+        for row in measure(
+            folder, round(1e9 * float(link)), sides, [*map(int, queries)], turns, workers, passes
+        ):
             rows.append(row)
             write({**about, "workers": workers, "queries": queries, "rows": rows}, output)
     write(
