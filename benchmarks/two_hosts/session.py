@@ -10,9 +10,9 @@ The hosts, and that of the store, are on one switch. Each side is a cluster of i
 - ``all``: and placement by links and memory is on (``gpurt.placement.enabled``).
 
 Sides take turns, in an order that alternates. Each begins a session with nothing kept, and runs the queries
-once or several times (``--passes``). Bytes and CPU seconds hardly depend on what else runs on the machine. What
-a pass would take on a quiet one is estimated of them: the CPU seconds of a worker, and the seconds of the
-busiest link.
+once or several times (``--passes``). Bytes and CPU seconds hardly depend on what else runs on the machine.
+What a pass would take on a quiet one is estimated of them: the CPU seconds of a worker, and the seconds of
+the busiest link.
 """
 
 from __future__ import annotations
