@@ -109,7 +109,7 @@ def _local(workers: int, backend: str) -> Any:
         return LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
     from dask_cuda import LocalCUDACluster
 
-    return LocalCUDACluster(n_workers=workers, rmm_pool_size=0.3, dashboard_address=":0")
+    return LocalCUDACluster(n_workers=workers, rmm_pool_size=0.12, dashboard_address=":0")
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def cluster(backend: str, pool: str) -> Any:
 @click.command(help=__doc__.partition("\n")[0])
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--device", default="6GiB", show_default=True, help="The device tier.")
-@click.option("--pool", default="40GB", show_default=True, help="RMM's pool.")
+@click.option("--pool", default="20GB", show_default=True, help="RMM's pool.")
 @click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="cudf")
 @click.option("--queries", default=",".join(map(str, QUERIES)), callback=split_list(list(map(str, QUERIES))))
 @click.option("--rounds", default=2, show_default=True)

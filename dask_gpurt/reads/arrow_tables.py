@@ -1,4 +1,8 @@
-"""Take tables of Arrow apart, and make such tables of columns. Nothing is copied: columns do not change.
+"""Take tables of Arrow apart, and make such tables of columns.
+
+Columns are copied as they are kept, into memory that the system has again once they are dropped: what Arrow's
+allocator has freed stays with the thread that had allocated it. Later they are handed out as they are, since
+Arrow's columns do not change.
 
 Decisions and their figures: ``docs/decisions/reads.md``.
 """
@@ -42,9 +46,27 @@ def nbytes(column: pa.ChunkedArray) -> int:
 
 
 def copies(columns: Sequence[Any], rows: Sequence[int], stream: Any) -> list[list[Any]]:
-    """Return columns of one file."""
+    """Copy columns of one file."""
     (_,) = rows
-    return [list(columns)]
+    return [[_copied(column) for column in columns]]
+
+
+def _copied(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    whole, size = pa.table({"": column}), pa.MockOutputStream()
+    _write(whole, size)
+    memory = pa.allocate_buffer(size.size(), pa.system_memory_pool())
+    _write(whole, pa.FixedSizeBufferWriter(memory))
+    return pa.ipc.open_stream(memory).read_all().column(0)
+
+
+def _write(whole: pa.Table, into: Any) -> None:
+    with pa.ipc.new_stream(into, whole.schema) as writer:
+        writer.write_table(whole)
+
+
+def give_back() -> None:
+    """Have the system take memory back that was freed. Blocks."""
+    pa.system_memory_pool().release_unused()
 
 
 def joined(parts: Sequence[Sequence[Any]], stream: Any) -> list[Any]:

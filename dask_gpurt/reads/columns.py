@@ -342,8 +342,8 @@ class ColumnRead:
             self._tables.wait(self._stream)
             for part, kept in self._lower:
                 below.take(part, kept, ordered=False)
-        self._used.clear()
-        self._raised.clear()
+        for held in (self._new, self._lower, self._used, self._raised):
+            held.clear()
         if self._cache.below is not None:
             self._cache.below.delete_unused()
 

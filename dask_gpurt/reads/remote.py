@@ -13,6 +13,7 @@ import contextlib
 import io
 import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -110,11 +111,14 @@ def of_arrow(files: Any, path: str) -> Source | None:
 
 
 class CachedFile(io.RawIOBase):
-    """Read a file from the cache, and what is not there from its store."""
+    """Read a file from the cache, and what is not there from its store.
 
-    def __init__(self, source: Source, cache: RangeCache, metrics: Metrics):
+    ``fetched``: what has been fetched of this version already, for the same call of a reader.
+    """
+
+    def __init__(self, source: Source, cache: RangeCache, metrics: Metrics, fetched: Ranges):
         self.source, self._cache, self._metrics = source, cache, metrics
-        self._fetched = Ranges()
+        self._fetched = fetched
         self._at = 0
         self._asked_after, self._replaced = 0, False
 
@@ -237,6 +241,7 @@ class Reading:
     def __init__(self, cache: RangeCache, metrics: Metrics, columns: ColumnCache | None = None):
         self.cache, self.columns, self._metrics = cache, columns, metrics
         self._opened: list[CachedFile] = []
+        self._fetched: defaultdict[Hashable, Ranges] = defaultdict(Ranges)
         self._decoded: list[ColumnRead] = []
         #: Files that were opened for their version, which nobody has read yet.
         self.unread: dict[str, CachedFile] = {}
@@ -245,7 +250,8 @@ class Reading:
 
     def open(self, source: Source) -> CachedFile:
         """Open a file through the cache."""
-        self._opened.append(opened := CachedFile(source, self.cache, self._metrics))
+        fetched = self._fetched[source.file, source.version]
+        self._opened.append(opened := CachedFile(source, self.cache, self._metrics, fetched))
         return opened
 
     def table(
@@ -324,6 +330,7 @@ class Reading:
                     return result
         finally:
             _thread.reading = None
+            self._decoded.clear()  # these hold what reads the files, which holds this
             for file in self._opened:
                 file.source.close()
         self._metrics.add("reads.replaced")
@@ -385,7 +392,8 @@ class CachedFiles(DirFileSystem):  # type: ignore[misc]  # untyped
             (files[path], start or 0, files[path].source.size if stop is None else stop)
             for path, start, stop in zip(paths, firsts, lasts, strict=True)
         ]
-        gaps = [(file, gap) for file, start, stop in wanted for gap in file.gaps(start, stop)]
+        missing = ((file, gap) for file, start, stop in wanted for gap in file.gaps(start, stop))
+        gaps = list(dict.fromkeys(missing))  # libraries name a file once for each of its row groups
         if gaps:
             named, begins, stops = zip(*[(file.source.file[1], *gap[:2]) for file, gap in gaps], strict=True)
             files_of_store = gaps[0][0].source.file[0]

@@ -230,8 +230,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             )
             self.data.install()
             undo.push_async_callback(self._give_data_back)
-        # On a GPU only if a size is asked for: it has not run with cudf there.
-        if settings.cache != 0 and (self.tiers.device.on_host or settings.cache is not None):
+        if settings.cache != 0:
             columns = self.tiers.columns if self.tiers.device.on_host else None
             kept = KeptRanges(worker, self.tiers.ranges, self.metrics, columns)
             undo.callback(kept.uninstall)

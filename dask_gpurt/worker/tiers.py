@@ -405,8 +405,9 @@ class WorkerTiers:
             # First reduce the process by mapped pages and unused pool memory, which need no spilling.
             self.pools.drop_pages()
             if pressure := self._pressure(self.worker.monitor.get_process_memory()):
-                if self.device.on_host:
-                    pressure -= self.columns.release(pressure)
+                if self.device.on_host and (dropped := self.columns.release(pressure)):
+                    pressure -= dropped
+                    import_module("dask_gpurt.reads.arrow_tables").give_back()
                 self.ranges.release(pressure)
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()

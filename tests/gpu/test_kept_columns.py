@@ -156,8 +156,7 @@ def test_files_of_a_store_are_fetched_and_decoded_once_until_they_are_replaced(t
     try:
         for number in range(4):
             put(number, number)
-        kept = {"dataframe.backend": "cudf", "gpurt.cache": "30%"}
-        with dask.config.set(kept), cluster("cudf", 1) as client:
+        with dask.config.set({"dataframe.backend": "cudf"}), cluster("cudf", 1) as client:
             sums = {"x": 6 * ROWS, "y": 4 * ROWS * (ROWS - 1) // 2}
             for given in ({}, {"split_row_groups": 1}):
                 for columns in (["x"], ["x", "y"], ["y"], ["x"]):

@@ -66,6 +66,17 @@ def test_the_second_read_is_served_from_the_cache(cache: RangeCache) -> None:
     assert stored.fetches == 2
 
 
+def test_a_file_that_a_reader_opens_twice_is_fetched_once(cache: RangeCache) -> None:
+    """For its footer, and for its columns."""
+    stored, reading = Stored(b"0123456789"), Reading(cache, Metrics())
+
+    def read() -> list[bytes]:
+        return [bytes(reading.open(stored.opened()).read()) for _ in range(2)]
+
+    assert reading.run(read, list) == [stored.data] * 2
+    assert (stored.fetches, cache.nbytes) == (1, 10)
+
+
 def test_what_is_found_saves_the_time_of_fetching_it(
     cache: RangeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +216,7 @@ def test_files_that_are_fetched_as_a_whole_come_from_the_cache_without_a_copy(
 
 def test_only_the_ranges_that_are_not_there_are_fetched(cache: RangeCache, store: Store) -> None:
     assert ranges(cache, store, ["a", "a"], [2, 2], [5, 5]) == [b"234"] * 2
+    assert store.fetched == [("a", 2, 5)]
     store.fetched.clear()
     assert ranges(cache, store, ["a", "b"], None, None) == [b"0123456789", b"abcdefg"]
     assert store.fetched == [("a", 0, 2), ("a", 5, 10), ("b", 0, 7)]
@@ -380,6 +392,16 @@ def test_tables_are_as_arrow_reads_them_and_columns_are_decoded_once(
     before = folder.decoded
     folder.read(["word", "when"] if index == "none" else ["real", last], **how)
     assert folder.decoded == before > 0
+
+
+def test_kept_columns_are_in_memory_that_the_system_gets_back(folder: Folder) -> None:
+    """Arrow's own allocator leaves what is freed to the thread that had allocated it."""
+    before = pa.system_memory_pool().bytes_allocated()
+    folder.read(["x", "word"])
+    kept = folder.columns.nbytes
+    assert pa.system_memory_pool().bytes_allocated() - before >= kept > 0
+    folder.columns.release(kept)
+    assert pa.system_memory_pool().bytes_allocated() == before
 
 
 def test_tables_by_other_filters_share_nothing(folder: Folder) -> None:
