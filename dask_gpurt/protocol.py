@@ -47,8 +47,6 @@ PLANS_TOPIC = "gpurt-plans"
 CLUSTER_REPORT_HANDLER = "gpurt_report"
 #: ``by: str`` → rows of bytes per tier, worker or kind.
 MEMORY_HANDLER = "gpurt_memory"
-#: → the links between workers, as the scheduler models them.
-TOPOLOGY_HANDLER = "gpurt_topology"
 #: ``token`` begins a trace on all servers, ``token, limit`` takes a batch of events, ``token`` ends it.
 BEGIN_TRACES_HANDLER = "gpurt_trace_begin"
 TAKE_TRACES_HANDLER = "gpurt_traces_take"

@@ -18,7 +18,6 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "cli.doctor:doctor",
     "explain": "cli.explain:explain",
     "qualify": "tools.qualify.command:qualify",
-    "topology": "cli.topology:topology",
     "trace": "cli.trace:trace",
 }
 

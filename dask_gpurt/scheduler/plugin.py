@@ -51,7 +51,6 @@ from dask_gpurt.protocol import (
     SILENT_HANDLER,
     STATUS_OP,
     TOKEN_HANDLER,
-    TOPOLOGY_HANDLER,
     TRAFFIC_OP,
     is_off,
 )
@@ -195,7 +194,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             GONE_HANDLER: self.gone,
             MEMORY_HANDLER: self.memory,
             SHARED_MEMORY_HANDLER: self.cluster_memory.shared_memory,
-            TOPOLOGY_HANDLER: self.places.describe,
             JOIN_HANDLER: self.workers.join,
             TOKEN_HANDLER: lambda: self.workers.token,
             OWNERS_HANDLER: self.shuffles.recovery.owners,

@@ -304,7 +304,7 @@ class SchedulerTopology:
                 self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
 
     def describe(self) -> dict[str, Any]:
-        """Return the topology as plain values (handler)."""
+        """Return the topology as plain values."""
         names = self._names()
         workers = {}
         for worker in self._scheduler.workers:

@@ -29,8 +29,6 @@ class Link(StrEnum):
 
 #: Links between workers of different hosts.
 BETWEEN_HOSTS = (Link.RDMA, Link.TCP)
-#: Links that exist only where there are GPUs.
-OF_GPUS = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.PINNED, Link.PAGEABLE)
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from distributed import Client, LocalCluster, Worker
+from distributed import Worker
 
 import dask_gpurt
-from dask_gpurt.cli import main
 from dask_gpurt.exchange.paths import Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.scheduler.reports import SchedulerTopology
 from dask_gpurt.topology import SHIPPED, Link, Place, hosts
 from dask_gpurt.topology.hosts import Host
 from dask_gpurt.worker.reports import TopologyReporter
-from tests.helpers.in_process import all_placed, on_cluster, placed_apart, places, topology, until
+from tests.helpers.in_process import all_placed, on_cluster, placed_apart, topology, until
 
 # ---- places --------------------------------------------------------------------------
 
@@ -32,7 +30,7 @@ async def test_workers_say_where_they_are_and_what_the_host_has(
     assert here is not None
     assert here.host == hosts.here()
     assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
-    told = await client.scheduler.gpurt_topology()
+    told = scheduler.extensions["gpurt"].places.describe()
     assert set(told["workers"]) == set(scheduler.workers)
     assert list(told["hosts"]) == [hosts.host_name()]
 
@@ -51,7 +49,8 @@ async def test_workers_come_and_go(client: Any, scheduler: Any, a: Any, b: Any) 
         await worker.close()
     await until(lambda: not scheduler.workers)
     assert list(topology(scheduler).hosts) == []
-    assert await client.scheduler.gpurt_topology() == {"hosts": {}, "workers": {}, "speeds": {}}
+    told = scheduler.extensions["gpurt"].places.describe()
+    assert told == {"hosts": {}, "workers": {}, "speeds": {}}
 
 
 def test_where_nvml_fails_there_is_still_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,24 +91,6 @@ def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatc
     worker = SimpleNamespace(address="tcp://here:1")
     assert TopologyReporter(worker, Traffic(), True, metrics)._detect_place().device is None
     assert "topology.gpu-unknown" in metrics.snapshot()["fallbacks"]
-
-
-def test_the_picture_is_shown_on_the_command_line() -> None:
-    options = {"n_workers": 1, "processes": False, "protocol": "tcp", "dashboard_address": ":0"}
-    with LocalCluster(**options) as local, Client(local) as client:
-        command = ["topology", "--scheduler", local.scheduler_address]
-        dask_gpurt.enable(client)
-        places(local.scheduler).topology.observe("tcp://one", "tcp://other", 10**9, 10.0)
-        shown = CliRunner().invoke(main, command)
-        assert shown.exit_code == 0
-        assert local.scheduler_address.rpartition(":")[0] in shown.stdout
-        known = [line.strip().rpartition("by ")[2] for line in shown.stdout.splitlines() if " by " in line]
-        assert known.count("measurement") == 1
-        assert "default" in known
-        dask_gpurt.disable(client)
-        off = CliRunner().invoke(main, command)
-        assert off.exit_code == 1
-        assert f"the runtime is off at {local.scheduler_address}" in off.stderr
 
 
 # ---- transfers -----------------------------------------------------------------------

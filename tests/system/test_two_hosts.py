@@ -87,7 +87,9 @@ def test_a_shuffle_over_both_by_ucx(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_topology_has_two_hosts(hosts: Client) -> None:
-    picture = hosts.sync(hosts.scheduler.gpurt_topology)
+    picture = hosts.run_on_scheduler(
+        lambda dask_scheduler: dask_scheduler.extensions["gpurt"].places.describe()
+    )
     assert set(picture["hosts"]) == {"host-0", "host-1"}
     for worker, where in picture["workers"].items():
         assert where["host"] == f"host-{int(host_of(worker)[-1]) - 1}"
