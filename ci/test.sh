@@ -122,7 +122,7 @@ chaos() {
 disturb() {
     local seconds=$(($1 * TIMES))
     shift
-    timeout $((seconds + 260)) python -m dask_gpurt chaos --workers 3 --limit 120 --dumps "$scratch" --seconds $seconds "$@"
+    timeout $((seconds + 260)) python -m benchmarks.chaos --workers 3 --limit 120 --dumps "$scratch" --seconds $seconds "$@"
 }
 
 environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; exit 1; }

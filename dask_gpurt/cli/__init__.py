@@ -13,7 +13,6 @@ from dask_gpurt import __version__
 #: The commands: the module and the name of each command object.
 COMMANDS: Mapping[str, str] = {
     "calibrate": "cli.calibrate:calibrate",
-    "chaos": "tools.chaos.command:chaos",
     "demo": "tools.demo.command:demo",
     "doctor": "cli.doctor:doctor",
     "explain": "cli.explain:explain",

@@ -7,8 +7,6 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, cast
 
-from distributed import SpecCluster
-
 from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError
 from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, Wrap, guarded
 from dask_gpurt.dask_hooks.seams import RETIREMENT
@@ -118,8 +116,3 @@ def network_occupancy(ws: WorkerState) -> int:
 def prefix_duration(state: SchedulerState, prefix: Any) -> float:
     """Return Dask's estimate of the duration of a prefix's tasks, in seconds."""
     return float(state._get_prefix_duration(prefix))
-
-
-def start_missing_workers(cluster: SpecCluster) -> None:
-    """Start the workers that a cluster should have but lacks. Blocks until they have started."""
-    cluster.sync(cluster._correct_state)

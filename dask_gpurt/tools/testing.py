@@ -1,4 +1,4 @@
-"""Inject faults into a running runtime, for tests, benchmarks and ``dask gpurt chaos``."""
+"""Inject faults into a running runtime, for tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import click
 import pytest
 from distributed import LocalCluster
 
-from dask_gpurt.tools.chaos import command as chaos
+from benchmarks.chaos import command as chaos
 from tests.helpers.waiting import until
 
 

@@ -22,18 +22,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
-from dask_gpurt.cli import main
+from benchmarks.chaos import FAULTS, OPERATIONS, Plan
+from benchmarks.chaos.cluster import restart_given_up
+from benchmarks.chaos.command import chaos as command
+from benchmarks.chaos.faults import MESSAGES
+from benchmarks.chaos.frames import ROW, make_partition, whole_frame
+from benchmarks.chaos.leftovers import Probe, growth, of_probes, of_threads
+from benchmarks.chaos.operation import difference
+from benchmarks.chaos.report import Ending, Outcome, Report
+from benchmarks.chaos.runner import Chaos, as_text
+from benchmarks.chaos.worker_side import OF_THE_RUNTIME, ChaosWorkerPlugin, FullFileSystem
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange
-from dask_gpurt.tools.chaos import FAULTS, OPERATIONS, Plan
-from dask_gpurt.tools.chaos.cluster import restart_given_up
-from dask_gpurt.tools.chaos.faults import MESSAGES
-from dask_gpurt.tools.chaos.frames import ROW, make_partition, whole_frame
-from dask_gpurt.tools.chaos.leftovers import Probe, growth, of_probes, of_threads
-from dask_gpurt.tools.chaos.operation import difference
-from dask_gpurt.tools.chaos.report import Ending, Outcome, Report
-from dask_gpurt.tools.chaos.runner import Chaos, as_text
-from dask_gpurt.tools.chaos.worker_side import OF_THE_RUNTIME, ChaosWorkerPlugin, FullFileSystem
 from tests.helpers.examples import examples
 from tests.helpers.in_process import gen_client_cluster
 from tests.helpers.shared_memory import alone_in_shm
@@ -256,7 +256,7 @@ def test_workers_whose_nannies_have_given_up_are_started_anew() -> None:
 
 def chaos(*arguments: str) -> Result:
     with alone_in_shm():
-        return CliRunner().invoke(main, ["chaos", *arguments])
+        return CliRunner().invoke(command, arguments)
 
 
 def test_a_plan_is_printed_and_nothing_is_run() -> None:
@@ -286,7 +286,7 @@ def test_an_interrupted_run_reports_what_it_has_found(
 
     monkeypatch.setattr(Chaos, "_step", interrupted)
     options = ["--dumps", str(tmp_path), "--faults", "", "--workers", "2", "--rows", "1000"]
-    done = CliRunner().invoke(main, ["chaos", *options])
+    done = CliRunner().invoke(command, options)
     assert "all is well: seed 0, 1 steps in" in done.output.replace("\n", " ")
     assert done.exit_code == 130
 

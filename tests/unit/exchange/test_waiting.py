@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from dask_gpurt.config import Size
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
-from dask_gpurt.tools.chaos.waiting import waiting
+from dask_gpurt.tools.waiting import waiting
 
 RUN = ("a shuffle", 1)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dask_gpurt.tools.chaos.plan import FrameSpec
+from benchmarks.chaos.plan import FrameSpec
 
 #: Columns that identify the rows of the left and the right input of an operation.
 ROW, OTHER_ROW = "row", "other_row"

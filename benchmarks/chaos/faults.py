@@ -17,11 +17,11 @@ import psutil
 from distributed import Client
 
 import dask_gpurt
+from benchmarks.chaos import worker_side
+from benchmarks.chaos.cluster import PATIENCE_S, NannyLog, keeps_address, restart_given_up
+from benchmarks.chaos.plan import FaultSpec, Setup
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.protocol import DRAIN_HANDLER, FETCH_HANDLER, FORGET_HANDLER, RELEASE_HANDLER, TICKET_HANDLER
-from dask_gpurt.tools.chaos import worker_side
-from dask_gpurt.tools.chaos.cluster import PATIENCE_S, NannyLog, keeps_address, restart_given_up
-from dask_gpurt.tools.chaos.plan import FaultSpec, Setup
 
 logger = logging.getLogger(__name__)
 

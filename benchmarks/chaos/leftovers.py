@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import dask_gpurt
+from benchmarks.chaos.faults import SHM, Site
 from dask_gpurt.dask_hooks.shuffle import active_runs
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
 from dask_gpurt.protocol import NAME
-from dask_gpurt.tools.chaos.faults import SHM, Site
 
 #: Seconds for all resources to be released after the last operation; workers poll for peers that have left.
 PATIENCE_S = 45.0

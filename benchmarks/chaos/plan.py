@@ -62,7 +62,7 @@ class FrameSpec:
 class OperationSpec:
     """Describe an operation on one or two frames.
 
-    ``kind``: its name in :data:`~dask_gpurt.tools.chaos.operations.OPERATIONS`.
+    ``kind``: its name in :data:`~benchmarks.chaos.operations.OPERATIONS`.
     ``frame``, ``other``: its inputs; only joins use the second.
     ``outputs``: requested number of output partitions.
     ``variant``: a random number from which other choices are derived.
@@ -83,7 +83,7 @@ class OperationSpec:
 class FaultSpec:
     """Describe a fault; each kind uses the fields that it needs.
 
-    ``kind``: its name in :data:`~dask_gpurt.tools.chaos.faults.FAULTS`.
+    ``kind``: its name in :data:`~benchmarks.chaos.faults.FAULTS`.
     ``before``: whether it begins before the operations are submitted (and after they are built).
     ``after_s``: otherwise, the delay after submission in seconds.
     ``lasting_s``: duration in seconds, if it ends by itself.

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import dask.dataframe as dd
 import pandas as pd
 
-from dask_gpurt.tools.chaos.arrays import Rechunk
-from dask_gpurt.tools.chaos.files import Files
-from dask_gpurt.tools.chaos.frames import KEY, OTHER_ROW, ROW, make_partition, whole_frame
-from dask_gpurt.tools.chaos.operation import Operation, difference
-from dask_gpurt.tools.chaos.plan import FrameSpec, OperationSpec
+from benchmarks.chaos.arrays import Rechunk
+from benchmarks.chaos.files import Files
+from benchmarks.chaos.frames import KEY, OTHER_ROW, ROW, make_partition, whole_frame
+from benchmarks.chaos.operation import Operation, difference
+from benchmarks.chaos.plan import FrameSpec, OperationSpec
 
 Frame = Any
 #: Limits on the rows and distinct keys of a join, which keep its result small: there are few rows per key.
@@ -32,7 +32,7 @@ class FrameOperation(Operation):
 
     ``apply``: builds the collection from the collections of its inputs.
     ``expected``: returns the expected rows, given functions that create the inputs in pandas.
-    ``compared``: how they are compared: options of :func:`~dask_gpurt.tools.chaos.operation.difference`.
+    ``compared``: how they are compared: options of :func:`~benchmarks.chaos.operation.difference`.
     ``narrow``: restricts a drawn specification to values that are valid for this operation.
     """
 

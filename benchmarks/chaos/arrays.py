@@ -11,8 +11,8 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 
-from dask_gpurt.tools.chaos.operation import Operation
-from dask_gpurt.tools.chaos.plan import FrameSpec, OperationSpec
+from benchmarks.chaos.operation import Operation
+from benchmarks.chaos.plan import FrameSpec, OperationSpec
 
 Sizes = tuple[int, ...]
 #: Columns of an array, which has as many elements as a frame has rows.

@@ -19,7 +19,6 @@ from distributed import Client, LocalCluster, SpecCluster
 from distributed.core import Status
 
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
-from dask_gpurt.dask_hooks.scheduler import start_missing_workers
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ def restart_given_up(cluster: SpecCluster) -> int:
         logger.warning("the nanny of worker %s has failed and is replaced", name)
         cluster.workers.pop(name, None)
     try:
-        start_missing_workers(cluster)
+        cluster.sync(cluster._correct_state)
     except Exception as error:  # starting a worker may raise anything; the caller tries again
         logger.warning("a worker could not be started: %r", error)
     return len(given_up)

@@ -11,22 +11,11 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.chaos.files import FILES, KEYS, SEEN, Files, Store, Tables, content, joined, small, versions
+from benchmarks.chaos.frames import KEY
+from benchmarks.chaos.plan import OperationSpec, Plan
 from dask_gpurt.client.planning.table_facts import FilesChangedError
 from dask_gpurt.reads.remote import of_fsspec
-from dask_gpurt.tools.chaos.files import (
-    FILES,
-    KEYS,
-    SEEN,
-    Files,
-    Store,
-    Tables,
-    content,
-    joined,
-    small,
-    versions,
-)
-from dask_gpurt.tools.chaos.frames import KEY
-from dask_gpurt.tools.chaos.plan import OperationSpec, Plan
 
 SPECS = [Plan(46, ["files"], [], rows=2_000).step(number).operations[0] for number in range(12)]
 

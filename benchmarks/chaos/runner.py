@@ -18,14 +18,14 @@ import pandas as pd
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.tools.chaos import leftovers
-from dask_gpurt.tools.chaos.faults import CHECKS_THE_CHECKER, FAULTS, Fault, Site
-from dask_gpurt.tools.chaos.operation import chain_of, forget_frames
-from dask_gpurt.tools.chaos.operations import OPERATIONS
-from dask_gpurt.tools.chaos.plan import FaultSpec, OperationSpec, Plan, Step
-from dask_gpurt.tools.chaos.report import Ending, Outcome, Report
-from dask_gpurt.tools.chaos.waiting import describe_scheduler, describe_worker, thread_stacks
-from dask_gpurt.tools.chaos.worker_side import NAME, ChaosWorkerPlugin
+from benchmarks.chaos import leftovers
+from benchmarks.chaos.faults import CHECKS_THE_CHECKER, FAULTS, Fault, Site
+from benchmarks.chaos.operation import chain_of, forget_frames
+from benchmarks.chaos.operations import OPERATIONS
+from benchmarks.chaos.plan import FaultSpec, OperationSpec, Plan, Step
+from benchmarks.chaos.report import Ending, Outcome, Report
+from benchmarks.chaos.worker_side import NAME, ChaosWorkerPlugin
+from dask_gpurt.tools.waiting import describe_scheduler, describe_worker, thread_stacks
 
 #: Timeout for faults to begin and end, and for switching the runtime off, in seconds.
 END_S = 90.0

@@ -1,4 +1,4 @@
-"""Run ``dask gpurt chaos``: random operations and random faults, every result checked against pandas."""
+"""Run random operations and random faults; check every result against pandas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.chaos import FAULTS, OPERATIONS, Chaos, Plan, Report, Step
+from benchmarks.chaos.cluster import PATIENCE_S, start_cluster
+from benchmarks.chaos.faults import CHECKS_THE_CHECKER, Site
+from benchmarks.chaos.report import NEVER, Ending
+from dask_gpurt.cli import INTERRUPTED
 from dask_gpurt.cli.cluster import choose_backend, connected, visible_gpus
-from dask_gpurt.tools.chaos import FAULTS, OPERATIONS, Chaos, Plan, Report, Step
-from dask_gpurt.tools.chaos.cluster import PATIENCE_S, start_cluster
-from dask_gpurt.tools.chaos.faults import CHECKS_THE_CHECKER, Site
-from dask_gpurt.tools.chaos.report import NEVER, Ending
 
 #: Default number of processes on the host: one more than a pair.
 WORKERS = 3
@@ -153,7 +154,7 @@ def chaos(
         except KeyboardInterrupt:
             status.stop()
             print_report(run.report, Console())
-            raise
+            raise SystemExit(INTERRUPTED) from None
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_dict(), indent=2))
     print_report(report, Console())

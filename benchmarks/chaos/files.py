@@ -30,9 +30,9 @@ from distributed import Client
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from dask_gpurt.tools.chaos.frames import KEY, ROW, to_pandas
-from dask_gpurt.tools.chaos.operation import Operation, chain_of, difference, forget_frames
-from dask_gpurt.tools.chaos.plan import OperationSpec
+from benchmarks.chaos.frames import KEY, ROW, to_pandas
+from benchmarks.chaos.operation import Operation, chain_of, difference, forget_frames
+from benchmarks.chaos.plan import OperationSpec
 
 #: The number of files, the number of keys of each, and the fewest and most rows of each.
 FILES, KEYS, ROWS = 6, 100, (200, 2_000)

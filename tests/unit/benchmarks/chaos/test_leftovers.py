@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.chaos.leftovers import trimmed
 from dask_gpurt.memory.host import BlockPool
-from dask_gpurt.tools.chaos.leftovers import trimmed
 
 SIZE_BYTES = 256 * 2**20
 

@@ -11,8 +11,8 @@ import pandas as pd
 from dask.delayed import delayed
 from distributed import Client
 
-from dask_gpurt.tools.chaos.frames import to_pandas
-from dask_gpurt.tools.chaos.plan import OperationSpec
+from benchmarks.chaos.frames import to_pandas
+from benchmarks.chaos.plan import OperationSpec
 
 
 class Operation(ABC):
