@@ -24,9 +24,9 @@ from distributed import Client, LocalCluster
 from PIL import Image
 
 import dask_gpurt
+from benchmarks.common.faults import differing_links
 from dask_gpurt.monitor.dashboard.collector import NAME
 from dask_gpurt.tools.demo.flights import load_tables
-from dask_gpurt.tools.testing import differing_links
 from tests.helpers import browser
 from tests.helpers.in_process import until
 

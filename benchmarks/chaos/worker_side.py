@@ -21,9 +21,9 @@ from typing import Any, cast
 from distributed import WorkerPlugin
 from distributed.comm.core import CommClosedError
 
+from benchmarks.common.faults import FailingCalls, Injector, allocations
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import PoolFull
-from dask_gpurt.tools.testing import FailingCalls, Injector, allocations
 
 NAME = "gpurt-chaos"
 #: Delay in seconds before this process kills itself, so that the reply to the request is sent first.

@@ -31,6 +31,7 @@ from rich.table import Table
 
 import dask_gpurt
 from benchmarks.common.commandline import write
+from benchmarks.common.faults import differing_links
 from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import Label, Ledger
@@ -38,7 +39,6 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
 from dask_gpurt.monitor.json_api import RESOURCES, JsonApi, Page
 from dask_gpurt.observe.progress import Figures
-from dask_gpurt.tools.testing import differing_links
 
 #: Task prefixes with partitions on each worker, and tasks of each kind in the shuffle.
 PREFIXES, PARTITIONS = 20, 200

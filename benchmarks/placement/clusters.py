@@ -30,11 +30,11 @@ from rich.table import Table
 
 import dask_gpurt
 from benchmarks.common.commandline import write
+from benchmarks.common.faults import differing_links
 from benchmarks.common.moved import moved
 from benchmarks.placement import simulator
 from benchmarks.placement.workloads import WORKLOADS, Workload
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.tools.testing import differing_links
 
 #: The sides, by what decides.
 SIDES = ("stock", "gpurt")

@@ -38,6 +38,7 @@ from rich.console import Console
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
 from benchmarks.common.counters import difference, read_counters
+from benchmarks.common.faults import differing_links
 from benchmarks.common.processes import say
 from benchmarks.placement.one_host_cells import (
     CELLS,
@@ -58,7 +59,6 @@ from benchmarks.skew.frames import Size
 from benchmarks.two_hosts.clusters import SIDES
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.tools.testing import differing_links
 
 #: Bytes of the left frame, by backend.
 DEFAULT_SIZE = {"pandas": "128MiB", "cudf": "8GiB"}

@@ -28,6 +28,7 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
+from benchmarks.common.faults import differing_links
 from benchmarks.common.links import link_limit
 from benchmarks.common.moved import moved
 from benchmarks.common.peaks import PeakMemory, take_peaks
@@ -47,7 +48,6 @@ from benchmarks.shuffle.figures import Run, print_summary, summarise, warm_secon
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.tools.demo.command import METHODS, exchange_bytes, speedups
-from dask_gpurt.tools.testing import differing_links
 
 #: The runtime's methods, without and with placement.
 OURS = ("gpurt", "placed")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
-
-from dask_gpurt.cli.script import run_script
 
 #: Said if there is nothing to explain.
 NOTHING = (
@@ -39,3 +40,23 @@ def explain(script: Path, arguments: tuple[str, ...]) -> None:
             for number, each in enumerate(explained, 1):
                 click.echo(f"\n--- computation {number} of {len(explained)}\n{each!r}", err=True)
     sys.exit(failed)
+
+
+def run_script(script: str, arguments: Sequence[str]) -> int:
+    """Run a script as ``__main__``, and return its exit code; print an error from the script's lines on."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent.resolve()))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != script:
+            trace = trace.tb_next
+        traceback.print_exception(error.with_traceback(trace))
+        return 1
+    return 0

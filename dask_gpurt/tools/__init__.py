@@ -1,1 +1,1 @@
-"""Hold what runs beside the runtime: bench, chaos, demo, simulator, instruments. No other room imports it."""
+"""Hold what runs beside the runtime: demo, qualify, what waits. No other room imports it."""

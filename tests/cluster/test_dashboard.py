@@ -24,11 +24,11 @@ from distributed.dashboard.components.scheduler import Shuffling, TaskProgress
 from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
+from benchmarks.common.faults import differing_links
 from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.seams import DASHBOARD
 from dask_gpurt.monitor.dashboard.collector import NAME, Collector
 from dask_gpurt.monitor.dashboard.page import PAGE, PARTS, drawn
-from dask_gpurt.tools.testing import differing_links
 from tests.helpers import browser
 from tests.helpers.clusters import QUICK
 from tests.helpers.in_process import on_cluster, until

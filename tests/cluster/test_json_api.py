@@ -17,12 +17,12 @@ from distributed import Client, Scheduler
 from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
+from benchmarks.common.faults import differing_links
 from dask_gpurt.memory.ledger import ClusterMemory, Label, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.monitor.dashboard.shuffles import ShuffleLog
 from dask_gpurt.monitor.json_api import MAX_LIMIT, RESOURCES, JsonApi, Page
 from dask_gpurt.observe import Fallback
-from dask_gpurt.tools.testing import differing_links
 from tests.helpers.in_process import all_placed, on_cluster, on_plain_cluster, until
 
 MODULE = "dask_gpurt.monitor.json_api"

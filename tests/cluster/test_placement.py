@@ -9,7 +9,7 @@ import pytest
 from distributed import Client, Event, as_completed, wait
 
 import dask_gpurt
-from dask_gpurt.tools.testing import differing_links
+from benchmarks.common.faults import differing_links
 from tests.helpers.clusters import cluster, counters
 from tests.helpers.waiting import until
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.tools.testing import differing_links
+from benchmarks.common.faults import differing_links
 from tests.helpers.in_process import believed_full, on_cluster, placed_apart, until
 
 #: Event that a test's tasks wait for; the workers are in this process.

@@ -18,7 +18,7 @@ import pytest
 from distributed import Client, Worker, wait
 
 import dask_gpurt
-from dask_gpurt.tools.testing import differing_links
+from benchmarks.common.faults import differing_links
 from tests.helpers.clusters import cluster
 from tests.helpers.commands import DASK, run
 from tests.helpers.trace_format import check, slices

@@ -12,13 +12,13 @@ import importlib
 from distributed.versions import get_versions
 
 for name in (
+    "benchmarks.common.faults",
     "dask.dataframe",
     "dask_gpurt.frames.pandas",
     "dask_gpurt.preload",
     "dask_gpurt.shuffle.joins",
     "dask_gpurt.shuffle.local",
     "dask_gpurt.shuffle.spec",
-    "dask_gpurt.tools.testing",
     "dask_gpurt.worker.plugin",
     "distributed.http.health",
     "distributed.http.statics",

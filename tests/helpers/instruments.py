@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from distributed import WorkerPlugin
 from distributed.worker_state_machine import ExecuteFailureEvent
 
+from benchmarks.common.faults import FailingCalls, allocations
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import Device, Pool
 from dask_gpurt.device.base import Fence, no_fence
 from dask_gpurt.device.copies import address
 from dask_gpurt.frames import ChunkTable, Packed, Part, Piece, Table
 from dask_gpurt.observe import Fallback
-from dask_gpurt.tools.testing import FailingCalls, allocations
 from dask_gpurt.worker.plugin import INSTRUMENTS, GpurtWorkerPlugin
 
 AnyTable = TypeVar("AnyTable", Table, ChunkTable)

@@ -19,9 +19,9 @@ import pandas as pd
 import pytest
 from distributed import Client, wait
 
+from benchmarks.common.faults import differing_links
 from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.metrics import METRICS, READINGS, Server
-from dask_gpurt.tools.testing import differing_links
 from tests.helpers.clusters import cluster, counters
 from tests.helpers.commands import started
 from tests.helpers.grafana import expressions

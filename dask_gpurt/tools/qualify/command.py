@@ -15,7 +15,7 @@ import dask
 from distributed import Client
 
 from dask_gpurt.cli.cluster import connected, local_cluster
-from dask_gpurt.cli.script import run_script
+from dask_gpurt.cli.explain import run_script
 from dask_gpurt.client.session import is_on_cluster
 from dask_gpurt.tools.qualify import recording
 from dask_gpurt.tools.qualify.parts import computations

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 
+from benchmarks.common.faults import differing_links
 from benchmarks.placement import decisions as bare
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, Placement
 from dask_gpurt.placement.gate import HOLD_S, RECHECK_S, links_differ
-from dask_gpurt.tools.testing import differing_links
 from dask_gpurt.topology import Place, Topology
 from tests.helpers.placed_cluster import GB, Rooms
 
