@@ -160,7 +160,7 @@ def topology_of(state: Scheduler) -> Topology:
     topology = Topology()
     for address in state.workers:
         host, _, device = address.rpartition(":")
-        topology.add(address, Place(host, f"{host}/{device}", host, rdma=True))
+        topology.add(address, Place(host, f"{host}/{device}", rdma=True))
     return topology
 
 

@@ -46,10 +46,10 @@ class Events(SchedulerPlugin):
 
 
 def gated(state: BareState) -> GatedPlacement:
-    """Return placement behind its gate on a bare scheduler, with all workers in one NVLink domain."""
+    """Return placement behind its gate on a bare scheduler, with all workers on one host."""
     topology, headroom, metrics = Topology(), headroom_of(state), Metrics()
     for number, address in enumerate(state.workers):
-        topology.add(address, Place("host", f"gpu{number}", nvlink="host"))
+        topology.add(address, Place("host", f"gpu{number}"))
     placement = Placement(state, topology, headroom, metrics)
     gate = GatedPlacement(placement, state, topology, metrics)
     gate.bind()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from benchmarks.simulate.clock import Name
 from benchmarks.simulate.tiers import Capacity
@@ -34,12 +36,15 @@ class Machine:
         Maximum number of concurrent tasks.
     speed
         Relative speed: tasks take their seconds divided by it.
+    nvlink
+        Whether NVLink joins its GPU with those of its host that have it too.
     """
 
     place: Place
     capacity: Capacity
     threads: int = 1
     speed: float = 1.0
+    nvlink: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,20 @@ class Cluster:
 
     def topology(self) -> Topology:
         """Return a topology with the true speeds of links, without workers."""
-        return Topology({**SHIPPED, **self.speeds})
+        return self._described(self.speeds)
 
     def belief(self) -> Topology:
         """Return a topology with the speeds that placement expects, without workers."""
-        return self.topology() if self.believed is None else Topology({**SHIPPED, **self.believed})
+        return self._described(self.speeds if self.believed is None else self.believed)
+
+    def _described(self, speeds: Mapping[Link, Speed]) -> Topology:
+        topology, joined = Topology({**SHIPPED, **speeds}), defaultdict[str, list[str]](list)
+        for machine in self.machines:
+            if machine.nvlink and machine.place.device is not None:
+                joined[machine.place.host].append(machine.place.device)
+        for host, devices in joined.items():
+            topology.describe(host, {frozenset(pair): Link.NVLINK for pair in combinations(devices, 2)})
+        return topology
 
     def drawn(self, rng: random.Random) -> Cluster:
         """Return this cluster with other true speeds of links, unknown to placement."""
@@ -114,10 +128,9 @@ def _hosts(
         place = Place(
             host=host,
             device=f"{host}-gpu{index % GPUS_PER_HOST}",
-            nvlink=host if nvlink else None,
             rdma=rdma,
         )
-        made.append(Machine(place, capacity, speed=speed))
+        made.append(Machine(place, capacity, speed=speed, nvlink=nvlink))
     return made
 
 

@@ -92,13 +92,12 @@ class End(NamedTuple):
     """Describe one end of a route.
 
     ``worker``: the address of the worker.
-    ``host``, ``nvlink``: its host, and its NVLink domain; None if it has none.
+    ``host``: its host.
     ``kind``: a number that all workers share whose routes to other hosts are the same.
     """
 
     worker: str
     host: str
-    nvlink: str | None
     kind: int
 
 
@@ -128,13 +127,9 @@ class Routes:
         self._left -= 1
         if self._left < 0:
             self._expire()
-        worker, host, nvlink, kind = source
-        other, other_host, other_nvlink, other_kind = target
-        pair: tuple[Hashable, Hashable]
-        if host == other_host or (nvlink is not None and nvlink == other_nvlink):
-            pair = worker, other
-        else:
-            pair = kind, other_kind
+        worker, host, kind = source
+        other, other_host, other_kind = target
+        pair: tuple[Hashable, Hashable] = (worker, other) if host == other_host else (kind, other_kind)
         return self._known.get(pair) or self._work_out(pair, worker, other)
 
     def clear(self) -> None:
@@ -151,10 +146,10 @@ class Routes:
     def _end(self, worker: str) -> End:
         place = self._topology.place(worker)
         if place is None:  # as if alone on a host of its own
-            found = End(worker, worker, None, self._kind(None))
+            found = End(worker, worker, self._kind(None))
         else:
             alike = place.rdma, place.by_tcp, self._workers_on_host_of(worker)
-            found = End(worker, place.host, place.nvlink, self._kind(alike))
+            found = End(worker, place.host, self._kind(alike))
         self._ends[worker] = found
         return found
 

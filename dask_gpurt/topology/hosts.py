@@ -5,7 +5,6 @@ Decisions and their figures: ``docs/decisions/placement.md``.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import socket
@@ -31,14 +30,12 @@ class Gpu:
     ``id``: its UUID, "GPU-…" or "MIG-…".
     ``index``: the index of the GPU in PCI bus order; a MIG instance has the index of its GPU.
     ``parent``: for a MIG instance, the UUID of its GPU.
-    ``fabric``: an id of the NVLink domain, if the domain spans hosts.
     """
 
     id: str
     index: int
     name: str = ""
     parent: str | None = None
-    fabric: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class Host:
         rdma = rdma and bool(self.nics)
         if gpu is None:
             return Place(host, rdma=rdma, by_tcp=by_tcp)
-        return Place(host, gpu.id, gpu.fabric, rdma, by_tcp)
+        return Place(host, gpu.id, rdma, by_tcp)
 
 
 def _is_named(gpu: Gpu, beginning: str) -> bool:
@@ -225,25 +222,12 @@ class Nvml:
             _text(self._ask("nvmlDeviceGetName", handle)),
         )
         if not self._ask("nvmlDeviceGetMigMode", handle, default=(0, 0))[0]:
-            yield replace(whole, fabric=self._fabric(handle))
+            yield whole
             return
         for number in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle, default=0)):
             part = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
             if part is not None:
                 yield replace(whole, id=_text(self._library.nvmlDeviceGetUUID(part)), parent=whole.id)
-
-    def _fabric(self, handle: Any) -> str | None:
-        """Return the NVLink domain of a GPU if it spans hosts, else None."""
-        try:
-            info = self._library.c_nvmlGpuFabricInfo_t()
-            # Pass a pointer explicitly: nvidia-ml-py does not convert the argument, and NVML would interpret
-            # an arbitrary register value as the address and overwrite memory there.
-            self._library.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
-        except (self._library.NVMLError, AttributeError):
-            return None
-        cluster = bytes(info.clusterUuid)
-        complete = info.state == self._library.NVML_GPU_FABRIC_STATE_COMPLETED
-        return f"{cluster.hex()}/{info.cliqueId}" if complete and any(cluster) else None
 
     # ---- pairs -----------------------------------------------------------------------
 

@@ -156,15 +156,12 @@ class Place:
 
     ``host``: an id of the host.
     ``device``: an id of the GPU or of its MIG instance; None for the processor.
-    ``nvlink``: an id of an NVLink domain: devices that reach each other over NVLink, wherever they are.
-    Links between other devices of a host are described by the host.
     ``by_tcp``: whether Dask's comms to this worker are TCP, even from workers on the same host and regardless
     of the links between their devices.
     """
 
     host: str
     device: str | None = None
-    nvlink: str | None = None
     rdma: bool = False
     by_tcp: bool = False
 
@@ -205,7 +202,7 @@ class Topology:
             self._hosts.pop(place.host, None)
 
     def describe(self, host: str, links: Mapping[frozenset[str], Link]) -> None:
-        """Set the links between pairs of devices of a host; those of other pairs follow from their places."""
+        """Set the links between pairs of devices of a host; other pairs count as joined by PCIe."""
         self._hosts[host] = links
 
     def place(self, worker: str) -> Place | None:
@@ -238,18 +235,13 @@ class Topology:
         if by_comms and (here.by_tcp or there.by_tcp):
             return Link.LOOPBACK if here.host == there.host else Link.TCP
         if here.host != there.host:
-            if here.nvlink is not None and here.nvlink == there.nvlink:
-                return Link.NVLINK
             return Link.RDMA if here.rdma and there.rdma else Link.TCP
         if here.device is None or there.device is None:
             return Link.SHARED_MEMORY
         if here.device == there.device:
             return Link.SAME_DEVICE
-        if known := self._hosts.get(here.host):
-            link = known.get(frozenset((here.device, there.device)))
-            if link is not None:
-                return link
-        return Link.NVLINK if here.nvlink is not None and here.nvlink == there.nvlink else Link.PCIE
+        known = self._hosts.get(here.host, {})
+        return known.get(frozenset((here.device, there.device)), Link.PCIE)
 
     def way(self, source: str, target: str, by_comms: bool = False) -> tuple[Link, Speed]:
         """Return the link between two workers and its speed; see :meth:`link`."""

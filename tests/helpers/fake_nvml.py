@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,24 +19,12 @@ class FakeGpu:
     nvlinks: list[int | str] = field(default_factory=list)
     name: str = "NVIDIA H200"
     mig: list[str] = field(default_factory=list)
-    fabric: tuple[bytes, int] | None = None
     memory: int | None = 141 * 2**30  # None where the GPU shares the host's memory
     node: int | None = None
 
     @property
     def uuid(self) -> str:
         return f"GPU-{self.index}a3f0000-0000-0000-0000-00000000000{self.index}"
-
-
-class FabricInfo(ctypes.Structure):
-    """Declare ``nvmlGpuFabricInfo_t`` as nvidia-ml-py does."""
-
-    _fields_ = (
-        ("clusterUuid", ctypes.c_uint8 * 16),
-        ("status", ctypes.c_uint),
-        ("cliqueId", ctypes.c_uint32),
-        ("state", ctypes.c_uint),
-    )
 
 
 class FakeNvml:
@@ -54,7 +41,6 @@ class FakeNvml:
 
     NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_NVLINK = (0,), 2
     NVML_P2P_STATUS_OK = 0
-    NVML_GPU_FABRIC_STATE_COMPLETED = 3
 
     def __init__(self, gpus: list[FakeGpu], peers: bool = True):
         self.gpus, self.peers = gpus, peers
@@ -105,16 +91,6 @@ class FakeNvml:
             linked = other.index in one.nvlinks or {"switch"} == {*one.nvlinks, *other.nvlinks}
             return 0 if linked else 5
         return 0 if self.peers else 1
-
-    c_nvmlGpuFabricInfo_t = FabricInfo
-
-    def nvmlDeviceGetGpuFabricInfo(self, handle: FakeGpu, info: Any) -> None:
-        """Fill in a structure by reference, as the C library does; rejects a structure passed by value."""
-        found = ctypes.cast(info, ctypes.POINTER(FabricInfo)).contents
-        if handle.fabric is not None:
-            cluster, found.cliqueId = handle.fabric
-            found.clusterUuid[:] = cluster
-            found.state = 3
 
 
 def switched(count: int = 4, **more: Any) -> FakeNvml:

@@ -21,15 +21,15 @@ from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.protocol import PLACE_OP
 from dask_gpurt.scheduler.reports import SchedulerTopology
-from dask_gpurt.topology import Place, Topology
-from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology import Link, Place, Topology
+from dask_gpurt.topology.hosts import Gpu, Host
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S
 
 #: Two GPUs with NVLink on one host, and a processor of another host.
 PLACES = (
-    Place("one", "GPU-a", nvlink="one", by_tcp=True),
-    Place("one", "GPU-b", nvlink="one", by_tcp=True),
+    Place("one", "GPU-a", by_tcp=True),
+    Place("one", "GPU-b", by_tcp=True),
     Place("two", by_tcp=True),
 )
 
@@ -66,8 +66,11 @@ async def all_placed(scheduler: Any) -> None:
 async def placed_apart(scheduler: Any, *workers: Any) -> None:
     """Make a scheduler believe that its workers are at :data:`PLACES`."""
     await all_placed(scheduler)
+    pair = Gpu("GPU-a", 0), Gpu("GPU-b", 1)
+    one = Host("one", pair, {frozenset(gpu.id for gpu in pair): Link.NVLINK})
     for worker, place in zip(workers, PLACES, strict=True):
-        report = {"place": vars(place), "name": place.host, "devices": Host(place.host).to_dict()}
+        host = one if place.host == "one" else Host(place.host)
+        report = {"place": vars(place), "name": place.host, "devices": host.to_dict()}
         scheduler.stream_handlers[PLACE_OP](worker=worker.address, **report)
 
 

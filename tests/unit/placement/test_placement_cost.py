@@ -157,7 +157,6 @@ def test_a_cached_route_is_that_of_its_pair(rng: random.Random) -> None:
                 Place(
                     f"host{host}",
                     rng.choice([None, f"gpu{number}"]),
-                    nvlink=rng.choice([None, "a", "b"]),
                     rdma=rng.random() < 0.5,
                     by_tcp=rng.random() < 0.5,
                 ),

@@ -64,17 +64,7 @@ def test_instances_of_mig_have_no_peers() -> None:
     assert [gpu.index for gpu in found.gpus] == [0, 0, 1]
     topology = joined(found, "MIG-2222", "MIG-1111", "1", "0")
     assert topology.link("0", "1") == topology.link("1", "2") == Link.SHARED_MEMORY
-    assert topology.place("0").nvlink is None
     assert topology.link("1", "3") == Link.SAME_DEVICE  # a number means the first instance
-
-
-def test_a_switch_that_joins_hosts_makes_one_domain() -> None:
-    fabric = bytes([7] * 16), 3
-    one, other = (Host("x", host(switched(fabric=fabric)).gpus) for _ in range(2))
-    topology = Topology()
-    topology.add("a", one.place("h1", one.find("0")))
-    topology.add("b", other.place("h2", other.find("3")))
-    assert topology.link("a", "b") == Link.NVLINK
 
 
 def test_an_old_driver_that_knows_less() -> None:

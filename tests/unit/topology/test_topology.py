@@ -34,9 +34,6 @@ def gpu(host: str, index: int, **more: Any) -> Place:
     ("here", "there", "link"),
     [
         (gpu("a", 0), gpu("a", 0), Link.SAME_DEVICE),
-        (gpu("a", 0, nvlink="a/0"), gpu("a", 1, nvlink="a/0"), Link.NVLINK),
-        (gpu("a", 0, nvlink="rack"), gpu("b", 0, nvlink="rack", rdma=True), Link.NVLINK),
-        (gpu("a", 0, nvlink="a/0"), gpu("a", 1, nvlink="a/1"), Link.PCIE),
         (gpu("a", 0), gpu("a", 1), Link.PCIE),
         (Place("a"), gpu("a", 1), Link.SHARED_MEMORY),
         (Place("a"), Place("a"), Link.SHARED_MEMORY),
@@ -59,12 +56,12 @@ def test_a_worker_reaches_itself_without_a_copy_to_another_device() -> None:
 
 @pytest.mark.parametrize("by_tcp", [False, True])
 def test_dependencies_go_by_tcp_where_dasks_comms_do(by_tcp: bool) -> None:
-    near, far = gpu("a", 0, nvlink="d", by_tcp=by_tcp), gpu("b", 0, nvlink="d", by_tcp=by_tcp)
-    topology = picture(x=near, y=gpu("a", 1, nvlink="d", by_tcp=by_tcp), z=far)
-    for other, slow in (("y", Link.LOOPBACK), ("z", Link.TCP)):
-        assert topology.link("x", other) == Link.NVLINK
-        assert topology.link("x", other, by_comms=True) == (slow if by_tcp else Link.NVLINK)
-        bandwidth = SHIPPED[slow if by_tcp else Link.NVLINK].bandwidth
+    near, far = gpu("a", 0, rdma=True, by_tcp=by_tcp), gpu("b", 0, rdma=True, by_tcp=by_tcp)
+    topology = picture(x=near, y=gpu("a", 1, by_tcp=by_tcp), z=far)
+    for other, fast, slow in (("y", Link.PCIE, Link.LOOPBACK), ("z", Link.RDMA, Link.TCP)):
+        assert topology.link("x", other) == fast
+        assert topology.link("x", other, by_comms=True) == (slow if by_tcp else fast)
+        bandwidth = SHIPPED[slow if by_tcp else fast].bandwidth
         assert topology.way("x", other, by_comms=True)[1].seconds(10**12) == pytest.approx(
             10**12 / bandwidth, rel=0.1
         )
@@ -97,7 +94,6 @@ places = st.builds(
     Place,
     host=st.sampled_from("abc"),
     device=st.sampled_from([None, "0", "1"]),
-    nvlink=st.sampled_from([None, "p", "q"]),
     rdma=st.booleans(),
 )
 workers = st.sampled_from([f"w{i}" for i in range(6)])
