@@ -7,6 +7,7 @@ installed on Dask's classes, for all clients of the process.
 
 from __future__ import annotations
 
+import marshal
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -64,6 +65,9 @@ _ACCESSORS = frozenset({"str", "dt", "cat", "list", "struct"})
 
 #: All options of pandas, by group. Reading one through ``pd.get_option`` may warn that it is deprecated.
 _PANDAS_OPTIONS: dict[str, Any] = vars(pd.options).get("d", {})
+
+#: The settings of Dask that influence planning.
+_CHOSEN = ("dataframe", "optimization", "annotations", "gpurt", "scheduler", "explicit-comms")
 
 #: The methods that compute the metadata of the operations that are described; others of the same name are
 #: Dask's own affair.
@@ -501,17 +505,25 @@ def settings() -> tuple[str, ...]:
     chosen = dask.config.config
     return (
         default_shuffle_method(),
-        repr(chosen.get("dataframe")),
-        repr(chosen.get("optimization")),
-        repr(chosen.get("annotations")),
-        repr(chosen.get("gpurt")),
-        repr(chosen.get("scheduler")),
-        repr(chosen.get("explicit-comms")),
+        *(_text_of(chosen.get(name)) for name in _CHOSEN),
         repr(_PANDAS_OPTIONS.get("mode", {}).get("string_storage")),
-        repr(_PANDAS_OPTIONS.get("future")),
-        repr(fsspec_options),
+        _text_of(_PANDAS_OPTIONS.get("future")),
+        _text_of(fsspec_options),
         *_options_of_cudf(),
     )
+
+
+def _text_of(setting: Any) -> str:
+    """Return the ``repr`` of a setting, which is needed for each expression that a user makes."""
+    try:
+        return _text_of_plain(marshal.dumps(setting, 2))  # without references: the same for equal values
+    except ValueError:  # it holds something else than plain values
+        return repr(setting)
+
+
+@lru_cache(64)
+def _text_of_plain(setting: bytes) -> str:
+    return repr(marshal.loads(setting))
 
 
 def _options_of_cudf() -> Iterator[str]:

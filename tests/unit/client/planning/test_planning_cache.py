@@ -430,3 +430,12 @@ def test_operands_are_looked_up_as_dask_does(planner: Planner, tmp_path: Path) -
     assert rows.expr.key._name == rows.key.expr._name  # a column, and no operand
     with pytest.raises(AttributeError, match="unsupported API function"):
         rows.expr.missing  # noqa: B018
+
+
+def test_settings_that_are_equal_but_of_other_types_differ() -> None:
+    found = set()
+    for value in (1, True, 1.0, "1", [1], (1,), {"a": 1}, {"a": True}, object):
+        with dask.config.set({"annotations": value}):
+            assert repr(value) in seam.settings()
+            found.add(seam.settings())
+    assert len(found) == 9
