@@ -7,6 +7,7 @@ installed on Dask's classes, for all clients of the process.
 
 from __future__ import annotations
 
+import logging
 import marshal
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
 
 __all__ = ["Expr"]  # and all that is defined here
+
+logger = logging.getLogger(__name__)
 
 #: Plans an expression up to a stage, as Dask does.
 plan_as_dask: Callable[[Expr, Any], Expr] = optimize_until
@@ -175,13 +178,14 @@ def shapes_of(plan: Expr) -> tuple[Any, ...]:
 def _shape_of(expr: Any) -> tuple[Any, int | None] | None:
     try:
         divisions = expr.divisions
-    except NotImplementedError:  # it makes its graph without
+        is_unknown = all(each is None for each in divisions)
+        inputs = (each for each in expr.dependencies() if isinstance(each, FrameExpr))
+        # Dask compares them with those of single partitions, which may be for all partitions.
+        is_compared = len(divisions) == 2 or any(each.npartitions == 1 for each in inputs)
+        return len(divisions) if is_unknown else divisions, expr.ndim if is_compared else None
+    except Exception as error:  # its graph may be made without, or fails as with Dask
+        logger.debug("the scheduler describes %s itself: %r", name_of(expr), error)
         return None
-    is_unknown = all(each is None for each in divisions)
-    inputs = (each for each in expr.dependencies() if isinstance(each, FrameExpr))
-    # Dask compares them with those of single partitions, which may be for all partitions.
-    is_compared = len(divisions) == 2 or any(each.npartitions == 1 for each in inputs)
-    return len(divisions) if is_unknown else divisions, expr.ndim if is_compared else None
 
 
 def set_shapes(plan: Expr, known: Iterable[Any]) -> None:

@@ -30,7 +30,7 @@ from dask_gpurt.client.expressions import GpurtHashJoin
 from dask_gpurt.client.lowering import Lowering
 from dask_gpurt.client.planning import fusing
 from dask_gpurt.client.planning.fusing import fuse
-from dask_gpurt.dask_hooks.planning import fused_into, graph_of, keys_of, rebuild, with_operand
+from dask_gpurt.dask_hooks.planning import fused_into, graph_of, keys_of, rebuild, shapes_of, with_operand
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.joins import merge_unpack
 from tests.helpers.planned import Planner
@@ -295,6 +295,19 @@ def test_the_scheduler_describes_no_part_of_a_plan(
         if isinstance(each, cached_property):
             monkeypatch.setattr(each, "func", None)
     assert graph_of(pickle.loads(sent)).keys() == expected.keys()
+
+
+def test_what_cannot_be_described_is_left_to_the_scheduler(planner: Planner) -> None:
+    rows = dd.from_pandas(pd.DataFrame({"key": [2, 1]}), npartitions=1)
+    lowered = rows.map_partitions(lambda frame: frame, meta=rows._meta)[["key"]].expr.lower_completely()
+
+    class Odd(type(lowered)):  # type: ignore[misc]
+        def _divisions(self) -> Any:
+            raise ValueError("of no concern")
+
+    shapes = shapes_of(Odd(*lowered.operands))
+    assert shapes[0] is None
+    assert None not in shapes[1:]
 
 
 def test_an_input_of_several_partitions_is_computed_once() -> None:
