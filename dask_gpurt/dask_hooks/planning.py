@@ -32,7 +32,7 @@ from dask.dataframe.dask_expr._expr import (
 )
 from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import GroupbyAggregationBase, GroupByChunk
-from dask.dataframe.dask_expr._merge import Merge
+from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr._reductions import Chunk, Max  # Min is one, too
 from dask.dataframe.dask_expr._repartition import RepartitionSize
@@ -162,9 +162,11 @@ def parts_of(plan: Expr) -> Iterator[Any]:
             yield expr
 
 
-def joins_of(plan: Expr) -> Iterator[Any]:
-    """Yield each join of a plan once, in an order that depends on the plan only."""
-    return (expr for expr in parts_of(plan) if isinstance(expr, Merge))
+def described_in_tasks(plan: Expr) -> Iterator[Any]:
+    """Yield those whose metadata tasks get: joins, and the sides of those that shuffle both."""
+    for expr in parts_of(plan):
+        if isinstance(expr, Merge):
+            yield from (expr, expr.left, expr.right) if isinstance(expr, HashJoinP2P) else (expr,)
 
 
 def shapes_of(plan: Expr) -> tuple[Any, ...]:

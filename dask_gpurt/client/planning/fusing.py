@@ -21,11 +21,11 @@ from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, known_
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     PlanWrapper,
+    described_in_tasks,
     fuse_blockwise,
     graph_of,
     has_metadata,
     is_of_dataframes,
-    joins_of,
     keys_of,
     measures_partitions,
     metadata,
@@ -74,26 +74,26 @@ def described(plan: Expr) -> Expr:
     """Return a plan with what its graph is made of; unchanged if it has that, or is not of dataframes."""
     if isinstance(plan, PlanWrapper) or not is_of_dataframes(plan) or measures_partitions(plan):
         return plan
-    joined = tuple(pickle.dumps(known_schema(join) or metadata(join)) for join in joins_of(plan))
-    return DescribedPlan(plan, joined, shapes_of(plan))  # type: ignore[no-untyped-call]
+    found = (known_schema(each) or metadata(each) for each in described_in_tasks(plan))
+    return DescribedPlan(plan, tuple(map(pickle.dumps, found)), shapes_of(plan))  # type: ignore[no-untyped-call]
 
 
 class DescribedPlan(PlanWrapper):
     """Make the graph of a plan, on the scheduler, of what the client knows from planning.
 
-    The operands are the plan, the pickled schema, or metadata, of each of its joins, and the divisions and
-    dimensions of each of its parts. Otherwise the scheduler would compute the metadata of most of these, with
-    the library of frames, in three quarters of the time for a graph.
+    The operands are the plan, the pickled schemas, or metadata, of what tasks get these of, and the divisions
+    and dimensions of each of its parts. Otherwise the scheduler would compute the metadata of most of these,
+    with the library of frames, in three quarters of the time for a graph.
     """
 
-    _parameters = ["plan", "joined", "shapes"]
+    _parameters = ["plan", "metadata", "shapes"]
 
     def __dask_graph__(self) -> dict[Key, GraphNode]:
         """Return the graph of the plan."""
-        for join, known in zip(joins_of(self.plan), self.joined, strict=True):
-            if not has_metadata(join):
+        for expr, known in zip(described_in_tasks(self.plan), self.metadata, strict=True):
+            if not has_metadata(expr):
                 found = pickle.loads(known)
-                set_metadata(join, frame_of(found) if isinstance(found, Schema) else found)
+                set_metadata(expr, frame_of(found) if isinstance(found, Schema) else found)
         set_shapes(self.plan, self.shapes)
         return graph_of(self.plan)
 

@@ -18,6 +18,7 @@ from dask._expr import FinalizeCompute
 from dask._task_spec import Alias, DataNode, Task, TaskRef, execute_graph
 from dask.core import flatten
 from dask.dataframe.dask_expr._collection import new_collection
+from dask.dataframe.dask_expr._expr import Assign
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.typing import Key
@@ -26,7 +27,6 @@ from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.client.expressions import GpurtHashJoin
 from dask_gpurt.client.lowering import Lowering
 from dask_gpurt.client.planning import fusing
 from dask_gpurt.client.planning.fusing import fuse
@@ -261,17 +261,20 @@ def test_quantiles_are_those_of_the_sample_that_dask_draws() -> None:
 
 def test_the_scheduler_need_not_join_to_describe_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
     lowering = Lowering(lambda: True, lambda *_: None)
-    expr = table().merge(table(), on="key").expr
+    expr = table().merge(table().assign(more=1), on="key").expr
     with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
         lowered = FinalizeCompute(lowering.merge(type(expr)._lower, expr)).optimize()
     sent = pickle.dumps(fuse(lowered))
-    GpurtHashJoin._instances.clear()  # as in another process
-    monkeypatch.setitem(vars(Merge)["_meta"].__dict__, "func", None)
+    expected = table()._meta.merge(table()._meta.assign(more=1), on="key")
+    del lowered
+    gc.collect()  # as in another process
+    for kind in (Merge, Assign):
+        monkeypatch.setattr(vars(kind)["_meta"], "func", None)
     tasks = graph_of(pickle.loads(sent))
     joins = [task for task in tasks.values() if getattr(task, "func", None) is merge_unpack]
     assert len(joins) == 2
     for task in joins:
-        pd.testing.assert_frame_equal(task.args[8], table()._meta.merge(table()._meta, on="key"))
+        pd.testing.assert_frame_equal(task.args[8], expected)
 
 
 def test_the_scheduler_describes_no_part_of_a_plan(
