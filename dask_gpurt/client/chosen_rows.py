@@ -112,7 +112,8 @@ class LabelOfGreatest(LabelOfLeast):
 def _find_labels_again(original: Callable[..., Any], expr: Any) -> Any:
     """Find the labels of the least or greatest values of groups in all partitions.
 
-    Dask takes those of the first partition that has rows of a group. Groups of categories are left to it.
+    Dask takes those of the first partition that has rows of a group. Groups of categories without rows are
+    left to it.
     """
     kinds: dict[type, Callable[..., Any]] = {IdxMin: LabelOfLeast, IdxMax: LabelOfGreatest}
     kind = kinds.get(type(expr))
@@ -120,7 +121,8 @@ def _find_labels_again(original: Callable[..., Any], expr: Any) -> Any:
     is_known = options.get("skipna", True) and not options.get("numeric_only")
     if kind is None or not is_known or not isinstance(expr.frame._meta, (pd.DataFrame, pd.Series)):
         return original(expr)
-    return original(expr if _has_categories(expr) else kind(*expr.operands))
+    is_of_rows = expr.observed or not _has_categories(expr)
+    return original(kind(*expr.operands) if is_of_rows else expr)
 
 
 def _has_categories(groups: Any) -> bool:

@@ -34,8 +34,9 @@ from dask.utils import M
 from dask_gpurt.client.chosen_rows import CHOICES
 from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
 from dask_gpurt.dask_hooks.planning import name_of, shuffled_by_index
-from dask_gpurt.dask_hooks.types import convert_to_list
+from dask_gpurt.dask_hooks.types import add_totals_before, convert_to_list
 from dask_gpurt.frames.statistics import (
+    add_known_totals,
     aggregate_present,
     combine_pairs,
     count_values,
@@ -203,6 +204,18 @@ def _count_values_of_nulls(original: Callable[..., Any], expr: Any) -> Any:
     ):
         expr = NUniqueWithNulls(*expr.operands)
     return original(expr)
+
+
+def _begin_after_nulls(original: Callable[..., Any], expr: Any) -> Any:
+    """Have running values of groups begin with the first value, after partitions with nothing but nulls.
+
+    Dask adds the null that is the total of these.
+    """
+    changed = {add_totals_before: add_known_totals}
+    return {
+        key: (changed[task[0]], *task[1:]) if task[0] in changed else task
+        for key, task in original(expr).items()
+    }
 
 
 class FloatSum(Sum):
@@ -442,6 +455,7 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("Mean._lower", _sum_floats),
     ("_build_agg_args_mean", _sum_floats_of_steps),
     ("ApplyConcatApply._lower", _sum_floats_of_groups),
+    ("GroupByCumulativeFinalizer._layer", _begin_after_nulls),
     ("DataFrame.sort_values", _sort_by_functions),
     ("ApplyConcatApply._lower", _repeat_no_words),
     ("DataFrame.assign", _align_what_functions_return),

@@ -9,6 +9,7 @@ from dask._task_spec import Alias, GraphNode, Task, TaskRef, convert_legacy_grap
 from dask.dataframe.core import _concat as concat
 from dask.dataframe.dask_expr._util import _convert_to_list as convert_to_list
 from dask.dataframe.groupby import _compute_sum_of_squares as sum_of_squares
+from dask.dataframe.groupby import _cum_agg_aligned as add_totals_before
 from dask.dataframe.groupby import _groupby_raise_unaligned as group_aligned
 from dask.dataframe.multi import merge_chunk
 from distributed import Scheduler as SchedulerServer
@@ -33,6 +34,7 @@ __all__ = [
     "WorkerServer",
     "WorkerState",
     "WorkerTask",
+    "add_totals_before",
     "concat",
     "convert_legacy_graph",
     "convert_to_list",

@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 from pandas.api.types import is_integer_dtype
 
-from dask_gpurt.dask_hooks.types import concat, group_aligned, sum_of_squares
+from dask_gpurt.dask_hooks.types import add_totals_before, concat, group_aligned, sum_of_squares
 
 # ---- sums of integers in floats, for means ---------------------------------------------------------
 
@@ -139,6 +139,16 @@ def count_values(parts: list[Any], levels: Any, name: Any) -> Any:
     rows = concat(parts)
     groups = rows.groupby(level=levels, sort=False, observed=True, dropna=False)
     return (groups if rows.ndim == 1 else groups[name]).nunique()
+
+
+# ---- running sums and products of groups ---------------------------------------------------------------
+
+
+def add_known_totals(
+    part: Any, totals: Any, by: Any, columns: Any, add: Callable[..., Any], initial: Any
+) -> Any:
+    """Go on with the running values of groups, whose total is null where they had no values before."""
+    return add_totals_before(part, totals.fillna(initial), by, columns, add, initial)
 
 
 # ---- labels of the least and greatest values of groups ------------------------------------------------

@@ -331,9 +331,29 @@ OF_LABELS: dict[str, Callable[..., Any]] = {
     "two keys": lambda rows, **options: rows.groupby(["k", "n"]).x.idxmin(**options),
     "null keys": lambda rows, **options: rows.groupby("n", dropna=False)[["x", "j"]].idxmax(**options),
     "computed keys": lambda rows, **options: rows.groupby(rows.x % 7).j.idxmax(**options),
+    "categories": lambda rows, **options: (
+        rows.astype({"j": "category"}).groupby("j", observed=True).x.idxmax(**options)
+    ),
     "a series": lambda rows, **options: rows.x.groupby(rows.k).idxmax(**options),
     "one of the labels": lambda rows, **options: rows.groupby("k")[["j", "x"]].idxmax(**options)[["x"]],
 }
+
+
+@pytest.mark.parametrize("method", ["cumsum", "cumprod", "cumcount"])
+@pytest.mark.parametrize("columns", ["z", ["x", "z"]], ids=str)
+def test_running_values_of_groups_begin_after_nulls(method: str, columns: Any) -> None:
+    rows = LEFT.assign(
+        k=LEFT.k % 5, x=LEFT.x / 200, z=np.where((LEFT.x < 90) | (LEFT.x % 7 == 0), np.nan, 1.01)
+    )
+    rows.loc[150:250, "z"] = rows.z.where(rows.k != 3)
+    if method == "cumcount":
+        columns = ["k", "z"]
+    ours, wanted = (
+        getattr(frame.groupby("k")[columns], method)()
+        for frame in (dd.from_pandas(rows, npartitions=9), rows)
+    )
+    same = pd.testing.assert_series_equal if wanted.ndim == 1 else pd.testing.assert_frame_equal
+    same(ours.compute(), wanted)
 
 
 @pytest.mark.parametrize("options", [{}, {"split_out": 3}], ids=str)
@@ -345,6 +365,8 @@ def test_labels_of_greatest_values_are_those_of_all_partitions(name: str, option
     rows.index = pd.Index([f"row {at}" for at in range(400)], name="row")
     lazy = dd.from_pandas(rows, npartitions=11, sort=False)
     ours, wanted = OF_LABELS[name](lazy, **options).compute(), OF_LABELS[name](rows)
+    if name == "categories":  # each partition has its own
+        ours, wanted = (each.set_axis(each.index.astype("int64")) for each in (ours, wanted))
     same = pd.testing.assert_series_equal if wanted.ndim == 1 else pd.testing.assert_frame_equal
     same(ours.sort_index(), wanted.sort_index())
 
