@@ -215,17 +215,32 @@ def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> d
     left = list(results)
     while left:
         expr = left[-1]
-        missing = [each for each in expr.dependencies() if each._name not in found]
+        inputs = _inputs_of(expr)
+        missing = [each for each in inputs if each._name not in found]
         if missing:
             left.extend(missing)
             continue
         left.pop()
         if expr._name not in found:
-            rows = _rows_of(expr, [found[each._name] for each in expr.dependencies()], files)
+            rows = _rows_of(expr, [found[each._name] for each in inputs], files)
             if rows is None:
                 return f"what {type(expr).__name__} returns may depend on them"
             found[expr._name] = rows
     return found
+
+
+def _inputs_of(expr: Any) -> list[Any]:
+    """Return the inputs of an expression; the rows whose number it is, where Dask counts their labels."""
+    rows = _rows_of_labels(expr.frame) if type(expr) is _reductions.Len else None
+    return list(expr.dependencies()) if rows is None else [rows]
+
+
+def _rows_of_labels(expr: Any) -> Any:
+    """Return the rows whose labels an expression is, or of which it chooses some labels; None if neither."""
+    if type(expr) is _expr.Filter:
+        rows = _rows_of_labels(expr.frame)
+        return None if rows is None else _expr.Filter(rows, expr.predicate)
+    return expr.frame if type(expr) is _expr.Index else None
 
 
 def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None) -> _Rows | None:
@@ -423,7 +438,9 @@ def _columns_of_join(join: Any, left: Columns, right: Columns) -> Columns | None
         names = [f"{name}{suffix}" if name in in_both else name for name in side.columns]
         sides.append(known.renamed(side.columns, names))
     one, other = (dict(zip(each.columns, dtypes_of(each), strict=True)) for each in (join.left, join.right))
-    mixed = {name for name in shared if one[name] != other[name] and is_of_pandas(join)}
+    # Keys are those of the left side, unless rows of the right one are without a match.
+    is_mixed = join.how not in ("inner", "left") and is_of_pandas(join)
+    mixed = {name for name in shared if one[name] != other[name] and is_mixed}
     return Columns(
         sides[0].varying | sides[1].varying | mixed, sides[0].without_nulls | sides[1].without_nulls
     )

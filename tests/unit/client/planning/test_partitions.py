@@ -193,6 +193,14 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "numbers of rows of two reads": lambda large, small: dd.concat(
         [large[large.value > 500][["key"]], small[small.key > 20][["key"]]]
     ),
+    "number of rows": lambda large, small: large[large.value > 100].shape[0],
+    "number of joined rows": lambda large, small: large.merge(small[small.more > 1], on="key").shape[0],
+    "join on keys of two widths": lambda large, small: (
+        large.astype({"key": "int32"}).merge(small, on="key").groupby("key", sort=True).value.sum()
+    ),
+    "left join on keys of two widths": lambda large, small: large.astype({"key": "int32"}).merge(
+        small, on="key", how="left"
+    )[["key", "value"]],
     "reduction": lambda large, small: large.value.sum(),
     "join with distinct rows": lambda large, small: (
         large[["name"]]
@@ -269,6 +277,10 @@ def numbered_again(rows: Any) -> Any:
 
 #: Programs whose result may be another one.
 DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
+    "keys of two widths without a match": lambda large, small: large.astype({"key": "int32"}).merge(
+        small, on="key", how="outer"
+    )[["key"]],
+    "labels of rows": lambda large, small: large[large.value > 100].index.max(),
     "first rows": lambda large, small: large[["key"]].head(3, compute=False),
     "last rows": lambda large, small: large[["key"]].tail(3, compute=False),
     "a function on partitions": lambda large, small: large[["key"]].map_partitions(len),
