@@ -139,6 +139,7 @@ class WorkerTiers:
             )
         )
         self._dropping = False
+        self._given_back = 0
         self._seen = threading.local()
         self._guard: Guard | None = None
         self._relieving = False
@@ -405,9 +406,9 @@ class WorkerTiers:
             # First reduce the process by mapped pages and unused pool memory, which need no spilling.
             self.pools.drop_pages()
             if pressure := self._pressure(self.worker.monitor.get_process_memory()):
-                if self.device.on_host and (dropped := self.columns.release(pressure)):
-                    pressure -= dropped
-                    import_module("dask_gpurt.reads.arrow_tables").give_back()
+                if self.device.on_host:
+                    pressure -= self.columns.release(pressure)
+                    self._give_back()
                 self.ranges.release(pressure)
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()
@@ -417,6 +418,12 @@ class WorkerTiers:
             self._drain()
         finally:
             self._relieving = False
+
+    def _give_back(self) -> None:
+        """Have the system take back what dropped columns had, since the last time. Blocks."""
+        if self.columns.releases > self._given_back:
+            self._given_back = self.columns.releases
+            import_module("dask_gpurt.reads.arrow_tables").give_back()
 
     def _drain(self) -> None:
         """Have the pool in host memory emptied if the process is so large that Dask has paused the worker.

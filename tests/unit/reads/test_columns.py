@@ -25,6 +25,7 @@ from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
 from dask_gpurt.memory.serialize import raw_frames
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
+from dask_gpurt.reads import arrow_tables
 from dask_gpurt.reads import columns as module
 from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
@@ -559,6 +560,20 @@ def test_columns_on_a_host_take_what_bytes_of_files_leave() -> None:
     assert tiers.room() == 100
     tiers.ranges.nbytes = 500
     assert tiers.room() == 0
+
+
+def test_the_system_gets_what_dropped_columns_had_before_anything_is_spilled(library: Library) -> None:
+    """Also if they were dropped for data before, when the process was not short of memory."""
+    tiers, given_back = Tiers(), []
+    tiers._given_back = 0
+    library.read(tiers.columns, (1,), None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrow_tables, "give_back", lambda: given_back.append(tiers.columns.nbytes))
+        for _ in range(2):
+            WorkerTiers._give_back(tiers)  # type: ignore[arg-type]
+            tiers.columns.release(1)
+            WorkerTiers._give_back(tiers)  # type: ignore[arg-type]
+    assert given_back == [2 * 8 * (ROWS + 1), 8 * (ROWS + 1)]
 
 
 def test_an_allocation_that_fails_drops_columns_before_anything_is_spilled(library: Library) -> None:
