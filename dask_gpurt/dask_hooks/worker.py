@@ -70,11 +70,15 @@ def widen_pool(worker: WorkerServer, by: int) -> Callable[[], None]:
     pool = worker.executors["default"]
     if type(pool) is not ThreadPoolExecutor:
         raise UnsupportedError(f"tasks run in a {type(pool).__name__}")
-    pool._max_workers += by
+    with pool._rejoin_lock:
+        pool._max_workers += by
+        # Threads that were to end may stay. Otherwise those that end later would be counted a second time as
+        # the size is restored, and the last thread would leave the pool while a task waits for it.
+        pool._rejoin_list[:] = [entry for entry in pool._rejoin_list if not isinstance(entry[0], _Leaver)]
 
     def restore() -> None:
-        pool._max_workers -= by
         with pool._rejoin_lock:
+            pool._max_workers -= by
             for _ in range(len(pool._threads) - pool._max_workers):
                 leaver = _Leaver(pool)
                 pool._rejoin_list.insert(0, (leaver, leaver))  # the last entry is served first

@@ -1,0 +1,32 @@
+"""Add threads to the pool of a worker's tasks, and give it back."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from distributed.threadpoolexecutor import ThreadPoolExecutor
+
+from dask_gpurt.dask_hooks.worker import widen_pool
+from tests.helpers.waiting import LIMIT_S, until
+
+
+def test_a_pool_that_is_widened_twice_within_a_second_keeps_its_thread() -> None:
+    """As by switching off and on: threads take up to a second to notice that they are to end."""
+    pool, go_on, later = ThreadPoolExecutor(1), threading.Event(), list[Future[Any]]()
+    worker: Any = SimpleNamespace(executors={"default": pool})
+    restore = widen_pool(worker, 1)
+    both = threading.Barrier(2)
+    for each in [pool.submit(both.wait, LIMIT_S) for _ in range(2)]:
+        each.result(LIMIT_S)
+    restore()
+    widen_pool(worker, 1)()
+    first = pool.submit(go_on.wait, LIMIT_S)
+    until(lambda: len(pool._threads) == 1)
+    first.add_done_callback(lambda _: later.append(pool.submit(int, 7)))  # before its thread takes the next
+    go_on.set()
+    until(lambda: bool(later))
+    assert later[0].result(10) == 7
+    pool.shutdown()
