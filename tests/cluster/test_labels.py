@@ -17,46 +17,12 @@ from tests.helpers.nightly import nightly
 
 NUMBERS = np.arange(120)
 LEFT = pd.DataFrame({"k": NUMBERS * 5 % 11, "x": NUMBERS})
-RIGHT = pd.DataFrame({"k": NUMBERS[:60] * 7 % 13, "y": NUMBERS[:60]})
 
 pytestmark = [pytest.mark.usefixtures("client"), pytest.mark.parametrize("label", [0, nightly("")], ids=repr)]
 
 
 def parts(frame: pd.DataFrame, number: int) -> list[pd.DataFrame]:
     return [frame.iloc[rows] for rows in np.array_split(np.arange(len(frame)), number)]
-
-
-def sides(library: Library, label: Any, index: str) -> tuple[list[Any], list[pd.DataFrame]]:
-    """Return collections and frames of both sides, whose key is a column or an index with the label."""
-    tables = [frame.rename(columns={"k": label}) for frame in (LEFT, RIGHT)]
-    for at in {"left": [0], "right": [1], "both": [0, 1]}.get(index, []):
-        tables[at] = tables[at].set_index(label)
-    return [library.lazy(parts(table, 5 - 2 * at)) for at, table in enumerate(tables)], tables
-
-
-def keys(label: Any, index: str) -> dict[str, Any]:
-    if index == "neither":
-        return {"on": label}
-    left = {"left_index": True} if index in ("left", "both") else {"left_on": label}
-    right = {"right_index": True} if index in ("right", "both") else {"right_on": label}
-    return left | right
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("how", ["inner", "outer"])
-@pytest.mark.parametrize("index", ["neither", "left", "right", "both"])
-def test_joins(library: Library, label: Any, index: str, how: str) -> None:
-    (left, right), (a, b) = sides(library, label, index)
-    joined = left.merge(right, how=how, **keys(label, index))[["x", "y"]].compute()
-    expected = a.merge(b, how=how, **keys(label, index))[["x", "y"]]
-    assert_same_rows(joined, expected, index=False)
-
-
-@pytest.mark.nightly
-def test_joins_by_columns_with_other_labels(library: Library, label: Any) -> None:
-    left, right = LEFT.rename(columns={"k": label}), RIGHT
-    ours = library.lazy(parts(left, 5)).merge(library.lazy(parts(right, 3)), left_on=label, right_on="k")
-    assert_same_rows(ours.compute(), left.merge(right, left_on=label, right_on="k"), index=False)
 
 
 #: What is grouped, by a function of a frame and a label; ``options`` are for Dask only.

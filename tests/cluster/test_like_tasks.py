@@ -213,30 +213,6 @@ def test_a_column_has_no_name(client: Client, label: Any) -> None:
     assert len(frame.merge(other, on="key").compute()) == len(expected)
 
 
-def test_joins_of_columns_with_levels(client: Client) -> None:
-    labels = pd.MultiIndex.from_tuples([("a", 1), ("a", 2), ("b", 1)])
-
-    def build() -> Any:
-        frame = dd.from_map(labelled, range(PARTITIONS), labels=labels, meta=labelled(0, labels).iloc[:0])
-        return frame.merge(frame, on=[("a", 1)])
-
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        expected = len(build().compute())
-    assert len(build().compute()) == expected
-
-
-def test_a_column_has_the_name_of_output_partitions(client: Client) -> None:
-    labels = ["key", "_partitions", "value"]
-
-    def build() -> Any:
-        frame = dd.from_map(labelled, range(PARTITIONS), labels=labels, meta=labelled(0, labels).iloc[:0])
-        return frame.set_index("key", divisions=[0, 5, 10])
-
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        expected = build().compute()
-    assert_frame_equal(build().compute().sort_values("value"), expected.sort_values("value"))
-
-
 # ---- collections that are optimised, or measured ----------------------------------------
 
 

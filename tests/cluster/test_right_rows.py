@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 
 from tests.helpers.clusters import cluster
-from tests.helpers.nightly import nightly, only_by_day
+from tests.helpers.nightly import only_by_day
 
 NUMBERS, DAYS = np.arange(60), pd.date_range("2026-01-01", periods=60)
 LEFT = pd.DataFrame({"k": NUMBERS % 7, "day": DAYS.as_unit("ns"), "x": NUMBERS})
@@ -38,32 +38,6 @@ def table(frame: pd.DataFrame, partitions: int) -> Any:
 
 
 @pytest.mark.usefixtures("_method")
-def test_a_semi_join_repeats_no_rows() -> None:
-    joined = table(LEFT, 1).merge(table(RIGHT, 20), on="k", how="leftsemi").compute()
-    assert sorted(joined.x) == [x for x in NUMBERS if x % 7 < 5]
-
-
-@pytest.mark.usefixtures("_method")
-@pytest.mark.parametrize("how", ["inner", nightly("left"), "outer"])
-def test_times_in_other_units_meet(how: str) -> None:
-    joined = table(LEFT, 4).merge(table(RIGHT, 3), on="day", how=how).compute()
-    assert len(joined) == joined.x.count() == joined.y.count() == 60
-    assert (joined.x == joined.y).all()
-
-
-@pytest.mark.usefixtures("_method")
-def test_groups_by_a_name_that_suffixes_gave_to_another_column() -> None:
-    left, right = (
-        LEFT[["k", "x"]].rename(columns={"k": "key"}),
-        RIGHT[["k", "y"]].rename(columns={"y": "key"}),
-    )
-    joined = table(left, 4).merge(table(right, 3), left_on="key", right_on="k", suffixes=("_l", ""))
-    groups = joined.groupby("key").x.sum(split_out=True).compute()
-    pandas = left.merge(right, left_on="key", right_on="k", suffixes=("_l", "")).groupby("key").x.sum()
-    pd.testing.assert_series_equal(groups.sort_index(), pandas)
-
-
-@pytest.mark.usefixtures("_method")
 def test_a_join_with_distinct_rows_whose_key_is_renamed() -> None:
     """Dask looks for the rows' key under the name None and raises."""
     keys = table(RIGHT, 3)[["k"]].drop_duplicates().rename(columns={"k": "key"})
@@ -85,22 +59,6 @@ def test_a_shift_within_groups_where_labels_of_the_index_repeat(method: str | No
 @pytest.mark.usefixtures("_method")
 def test_frames_without_columns() -> None:
     assert len(table(LEFT, 4)[[]].drop_duplicates(split_out=True).compute()) == len(LEFT)
-
-
-@pytest.mark.usefixtures("client")
-@pytest.mark.parametrize("method", [None, "tasks"])
-@pytest.mark.parametrize("sizes", [[30, 30, 0], [0, 30, 30], [0, 0]])
-def test_partitions_without_rows_in_which_a_function_returns_other_columns(
-    sizes: list[int], method: str | None
-) -> None:
-    """Dask counts the values of no rows as a series without keys."""
-    ends = np.cumsum(sizes)
-    parts = [LEFT.assign(flag=LEFT.x > 20)[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    expected = pd.concat(parts).groupby("k").flag.value_counts()
-    with dask.config.set({"dataframe.shuffle.method": method}):
-        frame = dd.from_map(lambda part: part, parts)
-        found = frame.groupby("k").flag.value_counts(split_out=True).compute()
-    assert found.sort_index().to_dict() == expected.sort_index().to_dict()
 
 
 OPERATIONS = ("shuffle", "merge", "set_index", "groupby", "sort_values")

@@ -184,13 +184,6 @@ def test_a_semi_join_without_a_shuffle_looks_up_keys_first(
     assert_same_partitions(ours, by_tasks(build, *map(library.lazy, inputs)), in_order=False, index=False)
 
 
-def test_a_join_of_indices(client: Client, library: Library) -> None:
-    right = [f[["ratio"]].rename(columns={"ratio": "r"}) for f in flights(4, seed=5)]
-    assert_like_tasks(
-        client, library, lambda left, right: left.join(right, how="left"), flights(5), right, in_order=False
-    )
-
-
 def test_a_broadcast_join_stays_one(client: Client, library: Library) -> None:
     def build(big: Any, small: Any) -> Any:
         return big.merge(small, on="key", broadcast=True)
@@ -271,16 +264,6 @@ SORTS: dict[str, Callable[[Any], Any]] = {
 def test_sorts(client: Client, library: Library, what: str) -> None:
     frames = flights(8, 300)
     assert_like_tasks(client, library, SORTS[what], frames, in_order=False)
-
-
-def test_set_index_of_sorted_data_moves_nothing(client: Client, library: Library) -> None:
-    def build(df: Any) -> Any:
-        return df.set_index("id", sorted=True)
-
-    before = counters(client).get("shuffle.runs", 0)
-    ours = with_method("gpurt", lambda: build(library.collection(flights())))
-    assert counters(client).get("shuffle.runs", 0) == before
-    assert_same_partitions(ours, by_tasks(build, library.lazy(flights())), in_order=True)
 
 
 def kinds(rows: int, part: int) -> dict[str, pd.DataFrame]:

@@ -11,7 +11,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, wait
+from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.cli.doctor import print_facts
@@ -64,56 +64,6 @@ def test_configured_tasks_give_the_rows_of_tasks(client: Client, program: str) -
         assert [part.index.name for part in ours] == [part.index.name for part in theirs]
 
 
-# ---- a program as dask-cuda's benchmarks are -----------------------------------------------------
-
-
-def generate_chunk(part: int, size: int, parts: int) -> pd.DataFrame:
-    random = np.random.default_rng(part)
-    keys = random.permutation(np.arange(size * part, size * (part + 1), dtype="int64"))
-    return pd.DataFrame({"key": keys, "shuffle": keys % parts, "payload": random.permutation(size)})
-
-
-def benchmark_merge() -> Any:
-    """Join a frame that ``set_index`` has shuffled with another, as ``local_cudf_merge`` does."""
-    parts, meta = 3, generate_chunk(0, 4, 1)
-    base = dd.from_map(generate_chunk, range(parts), size=500, parts=parts, meta=meta)
-    base = base.set_index("shuffle", divisions=(*range(parts), parts)).persist()
-    rest = dd.from_map(generate_chunk, range(1, parts + 1), size=500, parts=parts, meta=meta)
-    rest = rest[["key", "payload"]].persist()
-    wait([base, rest])
-    joined = base.merge(rest, on=["key"], how="inner", broadcast=None).persist()
-    wait(joined)
-    return joined
-
-
-def benchmark_groupby() -> Any:
-    """Aggregate into several partitions, as ``local_cudf_groupby`` does with an argument."""
-    parts, meta = 4, generate_chunk(0, 4, 1)
-    frame = dd.from_map(generate_chunk, range(parts), size=500, parts=3, meta=meta)
-    wanted = {"key": ["max", "count"], "payload": "mean"}
-    summed = frame.groupby("shuffle", sort=False).agg(
-        wanted, split_out=2, split_every=8, shuffle_method="tasks"
-    )
-    return summed.persist()
-
-
-def test_benchmarks_of_dask_cuda_are_taken_over_and_counted(client: Client) -> None:
-    before = counters(client)
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        joined, summed = benchmark_merge(), benchmark_groupby()
-        ours = [partitions(joined), partitions(summed)]
-        after = counters(client)
-        with dask.config.set({"gpurt.takeover": False}):
-            theirs = [partitions(benchmark_merge()), partitions(benchmark_groupby())]
-    added = {name: value - before.get(name, 0) for name, value in after.items()}
-    # The index of the base, both sides of the join, and the groupby.
-    assert added["shuffle.runs"] == 4
-    assert added["shuffle.taken.configured-tasks"] == 3
-    assert sum(len(part) for part in ours[0]) == 1000
-    for mine, others in zip(ours, theirs, strict=True):
-        assert_same_partitions(mine, others, in_order=False, index=False)
-
-
 # ---- arguments, and reports ----------------------------------------------------------------------
 
 
@@ -137,20 +87,3 @@ def test_an_argument_is_taken_over_only_where_all_are(client: Client, capsys: An
     for text in ("'gpurt.takeover' is not 'all'", "'gpurt.takeover' is 'all'"):
         assert re.search(rf"shuffles?: 'tasks' is an argument, and {text}", printed)
     assert "shuffle.left.only-configured" in repr(dask_gpurt.report(client))
-
-
-def test_a_local_scheduler_in_an_argument_keeps_its_tasks(client: Client) -> None:
-    table = pd.DataFrame({"key": [1, 2, 3] * 8, "value": range(24)})
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        frame = dd.from_pandas(table, npartitions=4)
-        for asked in (frame.shuffle("key").value.sum(), frame.merge(frame, on="key").key.sum()):
-            before = counters(client).get("shuffle.runs", 0)
-            result = asked.compute()
-            between = counters(client)["shuffle.runs"]
-            assert between > before
-            assert asked.compute(scheduler="threads") == result
-            assert asked.persist(scheduler="threads").compute() == result
-            assert dask.compute([asked], scheduler="threads") == ([result],)
-            assert counters(client)["shuffle.runs"] == between
-            assert asked.compute(scheduler=client) == result
-            assert counters(client)["shuffle.runs"] > between
