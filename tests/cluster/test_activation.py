@@ -17,7 +17,7 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from dask_gpurt.client.session import register_method
 from dask_gpurt.config import ConfigError
-from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, run, started
+from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, started
 from tests.helpers.in_process import state
 from tests.helpers.waiting import until
 
@@ -88,26 +88,6 @@ def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: 
 def test_the_hooks_do_nothing_while_it_is_not_enabled(tmp_path: Path) -> None:
     said = answer(write(tmp_path))
     assert said == {"right": True, "runs": [None, None], "knows": False, "after": None}
-
-
-#: Without a shuffle, whose begin and end Dask logs.
-PLAIN = """\
-from distributed import Client
-
-if __name__ == "__main__":
-    with Client(n_workers=1, threads_per_worker=1, dashboard_address=":0") as client:
-        assert client.submit(sum, [1, 2]).result() == 3
-"""
-
-
-@pytest.mark.nightly
-@needs_hooks
-def test_only_dask_names_the_hooks_while_it_is_not_enabled(tmp_path: Path) -> None:
-    script = tmp_path / "plain.py"
-    script.write_text(PLAIN)
-    # A folder of its own: Dask logs an error if another process removes leftovers there at the same time.
-    said = run(sys.executable, script, DASK_TEMPORARY_DIRECTORY=str(tmp_path)).stderr
-    assert [line for line in said.splitlines() if "distributed.preloading - INFO" not in line] == []
 
 
 # ---- flags ---------------------------------------------------------------------------
@@ -231,29 +211,6 @@ def test_enable_again_does_nothing_and_disable_gives_dask_back(local: LocalClust
     dask_gpurt.enable(plain)
     assert shuffle_runs(plain) == 2
     dask_gpurt.disable(plain)
-    assert state(local) == before
-
-
-@pytest.mark.parametrize(("takeover", "runs"), [(True, 2), (False, 0)])
-def test_a_method_that_the_user_has_chosen_stays_or_is_taken_over(
-    local: LocalCluster, plain: Client, takeover: bool, runs: int
-) -> None:
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": takeover}):
-        dask_gpurt.enable(plain)
-        assert shuffle_runs(plain) == runs
-        dask_gpurt.disable(plain)
-        assert dask.config.get("dataframe.shuffle.method") == "tasks"
-        assert shuffle_runs(plain) == 0
-
-
-def test_a_cluster_is_switched_off_for_all_its_clients(local: LocalCluster, plain: Client) -> None:
-    before = state(local)
-    with Client(local, set_as_default=False) as other:
-        dask_gpurt.enable(plain)
-        dask_gpurt.enable(other)
-        dask_gpurt.disable(other)
-        assert not dask_gpurt.is_enabled(plain)
-        assert shuffle_runs(plain) == 0
     assert state(local) == before
 
 

@@ -49,28 +49,6 @@ def assert_shuffles(client: Client, *, ours: bool) -> None:
 # ---- settings ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "said"),
-    [
-        (
-            "gpurt.exchange.pol",
-            "1 GiB",
-            "unknown key 'gpurt.exchange.pol': did you mean 'gpurt.exchange.pool'?",
-        ),
-        ("gpurt.takover", True, "unknown key 'gpurt.takover': did you mean 'gpurt.takeover'?"),
-        ("gpurt.exchange.pool", "2 gigs", "'gpurt.exchange.pool' is '2 gigs': expected 'auto', a size"),
-    ],
-)
-def test_a_wrong_setting_is_named_and_stays_without_effect(
-    off: Client, setting: str, value: object, said: str
-) -> None:
-    with dask.config.set({setting: value}), pytest.raises(ConfigError) as caught:
-        dask_gpurt.enable(off)
-    assert said in str(caught.value)
-    assert not dask_gpurt.is_enabled(off)
-    assert dask_gpurt.report(off)["enabled"] is False
-
-
 def test_a_pool_larger_than_the_device_is_refused_by_the_workers(off: Client) -> None:
     with dask.config.set({"gpurt.exchange.pool": "500 TiB"}), pytest.raises(ConfigError) as caught:
         dask_gpurt.enable(off)

@@ -120,17 +120,6 @@ def test_wrong_settings_are_problems(settings: dict[str, Any], said: str) -> Non
     assert "no setting is wrong" not in printed
 
 
-@pytest.mark.parametrize("word", ["off", "no", "false", False])
-def test_a_word_that_means_off_is_off(word: object) -> None:
-    with dask.config.set({"gpurt.enabled": word}):
-        settings, printed = consult()["settings"], doctor().stdout
-        with dask.config.set({"gpurt.takeover": "sometimes"}):
-            assert consult()["settings"]["configured"] is False
-    assert settings["configured"] is settings["enabled"] is False
-    assert settings["shuffles"] == "by Dask's own default"
-    assert "false in this configuration" in printed
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -271,19 +260,11 @@ def test_another_version_on_a_worker_and_a_scheduler_without_the_package(
     ("address", "said"),
     [
         ("tcp://127.0.0.1:9", "no scheduler answers at tcp://127.0.0.1:9: connection refused"),
-        ("inproc://127.0.0.1/1/1", "only from within the scheduler's own process"),
-        ("inproc://", "only from within the scheduler's own process"),
-        ("tcp://127.0.0.1", "use tcp://HOST:PORT"),
         ("127.0.0.1", "use tcp://HOST:PORT"),
-        ("http://127.0.0.1:8787/status", "use tcp://HOST:PORT"),
     ],
 )
 def test_no_scheduler_can_be_reached(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dask_gpurt.client.addresses.TIMEOUT_S", 0.5)
-    assert_one_line(address, said)
-
-
-def assert_one_line(address: str, said: str) -> None:
     result = doctor("--scheduler", address)
     assert result.exit_code == 1
     assert said in result.output

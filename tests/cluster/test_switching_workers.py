@@ -27,7 +27,6 @@ from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from tests.helpers.clusters import QUICK, processes
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
 from tests.helpers.switching import (
-    DASKS_LOGS,
     FRAME,
     ROWS,
     assert_on,
@@ -350,18 +349,6 @@ def test_switching_on_raises_the_error_of_workers_without_tracebacks(
     test()
     # Dask reports a connection that closes with its cluster below warnings, with a traceback.
     assert [one for one in caplog.records if one.exc_info and one.levelno >= logging.WARNING] == []
-
-
-@gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
-async def test_dasks_logs_are_as_before_once_the_runtime_is_off(
-    client: Any, scheduler: Any, *workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Workers of other tests in this process have failed to switch on, and were closed without their plugin.
-    monkeypatch.setattr(tracebacks._without_traceback, "plugins", 0)
-    await dask_gpurt.enable(client)
-    assert all(logging.getLogger(name).filters for name in DASKS_LOGS)
-    await dask_gpurt.disable(client)
-    assert not any(logging.getLogger(name).filters for name in DASKS_LOGS)
 
 
 def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,6 @@ import dask_gpurt
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from dask_gpurt.worker.reports import TopologyReporter
 
-#: The loggers in which tracebacks are spared while a plugin is on.
-DASKS_LOGS = ("distributed.worker", "distributed.core")
 ROWS = 200
 #: Bytes that exceed a tier of 1 MiB.
 LARGE = 8 * 2**20
