@@ -14,8 +14,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask.utils import key_split
-from distributed import Client, Event, SchedulerPlugin, wait, worker_client
+from distributed import Client, Event, wait, worker_client
 
 import dask_gpurt
 from dask_gpurt.memory import admission
@@ -176,32 +175,6 @@ def test_a_need_above_the_limit_does_not_keep_a_task_from_running(two_threads: C
         return int(np.ones(20 * MIB, np.uint8).nbytes)
 
     assert two_threads.gather(two_threads.map(huge, range(4), pure=False)) == [20 * MIB] * 4
-
-
-class InMemory(SchedulerPlugin):
-    """Record the maximum number of keys of a prefix in memory at once."""
-
-    def __init__(self, prefix: str):
-        self.prefix, self.keys, self.most = prefix, set[Any](), 0
-
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        if key_split(key).startswith(self.prefix):
-            (self.keys.add if finish == "memory" else self.keys.discard)(key)
-            self.most = max(self.most, len(self.keys))
-
-
-def part(i: int) -> pd.DataFrame:
-    return pd.DataFrame({"key": np.arange(i, i + 2**16), "payload": 1.0})
-
-
-@pytest.mark.nightly
-def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
-    with cluster(failures=0, **TIGHT) as client:
-        read = InMemory("part")
-        client.cluster.scheduler.add_plugin(read)
-        frame = dd.from_map(part, range(48))  # 48 MiB, through tiers of 16 MiB
-        assert frame.shuffle("key").payload.sum().compute() == 48 * 2**16
-    assert 0 < read.most <= 8, "per worker the ones in use, those next, and no more"
 
 
 @pytest.mark.slow

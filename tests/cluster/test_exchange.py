@@ -54,17 +54,6 @@ def workers(client: Client) -> list[dict[str, Any]]:
     return list(dask_gpurt.report(client)["workers"].values())
 
 
-@pytest.mark.nightly
-def test_shuffles_at_once_in_a_tiny_pool(shared_cluster: SharedCluster, library: Library) -> None:
-    """Each shuffle waits for room that the others hold; all complete, because owners can always make room."""
-    with shared_cluster.client(library.name, exchange__pool="256 kiB") as client:
-        frames = [library.collection(inputs(10_000, seed)) for seed in range(4)]
-        shuffled = [df.shuffle("key", ignore_index=True).persist() for df in frames]
-        for df, out in zip(frames, shuffled, strict=True):
-            assert sum(map(len, partitions(out))) == sum(map(len, partitions(df)))
-        assert counters(client)["shuffle.runs"] == len(frames)
-
-
 def test_pulled_shards_go_to_disk_when_memory_is_short(
     shared_cluster: SharedCluster, library: Library
 ) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import Any
 
-import dask.array as da
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -157,20 +156,6 @@ async def test_a_wait_for_memory_that_other_files_fill_ends(
     shm.total = 0
     with pytest.raises(MemoryError, match="--shm-size"):
         await ends[0].offload(cut, boxes[0], 2 * PAGE)
-
-
-@on_cluster(workers=2)
-async def test_a_rechunk_fails_where_other_files_fill_the_memory(
-    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error has the advice, although a part of a chunk cannot be made small as rows can."""
-    monkeypatch.setattr(outgoing, "FOREIGN_PATIENCE_S", 0.3)
-    boxes = [await end.offload(end.pools.outbox, "host") for end in map(exchange_of, (a, b))]
-    shm = Shm(monkeypatch, 0)
-    shm.pools = [box.pool for box in boxes]
-    rows = da.ones((400, 400), chunks=(100, 400))
-    with pytest.raises(MemoryError, match="--shm-size"):
-        await client.compute(rows.rechunk((400, 100), method="p2p"))
 
 
 # ---- processes -----------------------------------------------------------------------

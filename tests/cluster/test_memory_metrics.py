@@ -7,7 +7,6 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-import dask
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import dask_gpurt
 from dask_gpurt.memory.ledger import KINDS
-from tests.helpers.clusters import Library, cluster
+from tests.helpers.clusters import Library
 from tests.helpers.shared_cluster import SharedCluster
 from tests.helpers.waiting import until
 
@@ -114,18 +113,3 @@ def test_pages_count_what_was_spilled_under_one_name(spilled: tuple[Client, Any]
     assert not [name for name in shown if name.startswith("dask_worker_gpurt_memory_spill")]
     assert all(value > 0 for value in shown["dask_worker_gpurt_memory_peak_bytes"].values())
     assert {tier for _, tier in shown["dask_worker_gpurt_memory_peak_bytes"]} >= {"device", "disk"}
-
-
-def test_counters_begin_with_nothing_and_have_one_name_under_the_configured_namespace(
-    library: Library,
-) -> None:
-    with (
-        dask.config.set({"distributed.dashboard.prometheus.namespace": "here"}),
-        cluster(library.name, workers=1) as client,
-    ):
-        client.run(lambda dask_worker: dask_worker.plugins["gpurt"].metrics.add("shuffle.runs", 3))
-        shown = {name: samples for name, samples in pages(client).items() if "gpurt" in name}
-    assert {name.partition("_gpurt_")[0] for name in shown} == {"here_worker"}
-    assert list(shown["here_worker_gpurt_shuffle_runs_total"].values()) == [3]
-    assert list(shown["here_worker_gpurt_spill_seconds_total"].values()) == [0]
-    assert "here_worker_gpurt_spill_bytes_total" not in shown  # its tiers are not known in advance

@@ -14,7 +14,6 @@ import pytest
 from dask.utils import key_split
 from distributed import wait
 
-from dask_gpurt.dask_hooks import Seam, SeamGroup
 from dask_gpurt.dask_hooks.worker import put_results
 from dask_gpurt.observe import Metrics
 from dask_gpurt.scheduler.results import REPORTS, SmallResults
@@ -87,17 +86,6 @@ async def test_without_notes_results_are_fetched(client: Any, scheduler: Any, *w
     await shuffled(client, 0)
     assert not sent(scheduler)
     assert fetched(*workers) >= {"shuffle-transfer", "shuffle-barrier"}
-
-
-def test_a_dask_that_is_not_known_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = SeamGroup("results", (Seam("distributed.scheduler:Scheduler.no_such_method"),))
-    monkeypatch.setattr("dask_gpurt.scheduler.results.RESULTS", other)
-    metrics = Metrics()
-    scheduler: Any = SimpleNamespace(extensions={"shuffle": SimpleNamespace(active_shuffles={})})
-    results = SmallResults(scheduler, (), metrics)
-    results.install()
-    assert "shuffle.results-fetched" in metrics.snapshot()["fallbacks"]
-    assert not results._send_for
 
 
 @on_cluster(workers=2)

@@ -151,14 +151,3 @@ def test_a_worker_that_closes_reads_nothing_back(directory: Path) -> None:
         client.restart_workers(closing, timeout=60)
         del made
     assert not (directory / "read").exists()
-
-
-def test_all_tiers_are_full(directory: Path) -> None:
-    with cluster(workers=1, **SMALL, memory__disk=3 * MIB) as client:
-        made = blocks(client, 24)
-        assert contents(client, made) == right(24)
-        assert sum(path.stat().st_size for path in directory.rglob("gpurt-tier-*/*")) <= 3 * MIB
-        [worker] = dask_gpurt.report(client)["workers"].values()
-        fallback = worker["fallbacks"]["memory.tiers-full"]
-        assert fallback["count"]
-        assert "gpurt.memory.disk" in fallback["reason"]

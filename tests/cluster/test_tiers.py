@@ -176,11 +176,3 @@ def test_switched_on_and_off_no_key_is_lost(library: Library) -> None:
         assert "WorkerBuffer" not in on_workers(client, lambda dask_worker: type(dask_worker.data).__name__)
         assert [int(x[0]) for x in client.gather(before)] == list(range(12))
         assert [int(x[-1]) for x in client.gather(during)] == [i + 100 for i in range(12)]
-
-
-def test_files_go_with_the_cluster(library: Library, tmp_path: Path) -> None:
-    with dask.config.set({"temporary-directory": str(tmp_path)}), cluster(library.name, **SMALL) as client:
-        kept = client.map(lambda i: np.full(MIB, i, np.uint8), range(48), pure=False)
-        wait(kept)
-        assert [*tmp_path.rglob("gpurt-tier-*/*")]
-    assert not [*tmp_path.rglob("gpurt-tier-*")]
