@@ -105,19 +105,6 @@ def test_a_preferred_worker_that_is_lost_is_only_a_preference(own: Client, libra
     assert counters(own).get("shuffle.runs.restarted", 0) == 0
 
 
-@pytest.mark.nightly
-def test_tasks_whose_only_worker_is_killed_wait_for_it(own: Client, library: Library) -> None:
-    """As in Dask: no other worker may run them, so they are not tried again and again."""
-    worker, scheduler = next(iter(own.nthreads())), own.cluster.scheduler
-    out = build(library, waits_at("go", PARTS - 1)).shuffle("key")
-    future = own.compute(out, workers=[worker])
-    Event("go-reached", client=own).wait(timeout=60)
-    kill(own, worker)
-    until(lambda: worker not in scheduler.workers and bool(scheduler.unrunnable))
-    assert not future.done()
-    assert counters(own).get("shuffle.runs", 0) <= 1  # the first one, if the worker had reported it
-
-
 def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stop a worker with SIGSTOP when the first barrier is sent to another one.
 

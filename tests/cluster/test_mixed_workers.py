@@ -54,18 +54,6 @@ async def test_tasks_that_ask_for_a_resource_run_where_it_is(
     pd.testing.assert_frame_equal(canonical(found, index=False), canonical(expected, index=False))
 
 
-@pytest.mark.parametrize("where", ["host", "worker"])
-@on_cluster(nthreads=[("127.0.0.1", 1), ("127.0.0.2", 1), ("127.0.0.2", 1)])
-async def test_tasks_that_are_kept_to_a_host_or_a_worker_run_there(
-    client: Any, scheduler: Any, plain: Worker, *others: Worker, where: str
-) -> None:
-    allowed = "127.0.0.2" if where == "host" else [worker.address for worker in others]
-    done = client.persist(collection().shuffle("key"), workers=allowed)
-    await wait(done)
-    assert not plain.data
-    assert all(worker.data for worker in others)
-
-
 # Dask's validation does not work for a closed worker, whose tiers are gone.
 @on_cluster(nthreads=MIXED, validate=False)
 async def test_lost_inputs_are_transferred_again_where_the_resource_is(

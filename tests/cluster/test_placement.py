@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from distributed import Client, Event, as_completed, wait
+from distributed import Client, Event, as_completed
 
 import dask_gpurt
 from benchmarks.common.faults import differing_links
@@ -36,12 +36,6 @@ def _held(client: Client) -> Iterator[None]:
     event.clear()
     yield
     event.set()
-
-
-def test_choices_are_counted(client: Client) -> None:
-    first = client.submit(add, 1, 2)
-    assert client.submit(add, first, 3).result() == 6
-    assert counters(client)["placement.decisions"] >= 2
 
 
 def test_workers_come_and_go_under_load(client: Client) -> None:
@@ -79,17 +73,6 @@ def test_a_shuffle_runs_under_our_choices(client: Client) -> None:
     left, right = (dd.from_pandas(frame, npartitions=8) for _ in range(2))
     assert len(left.merge(right, on="key").compute()) == 1000
     assert not _fallbacks(client)
-
-
-def test_switched_off_dask_chooses(client: Client) -> None:
-    dask_gpurt.disable(client)
-    try:
-        overridden = client.run_on_scheduler(lambda dask_scheduler: "is_rootish" in dask_scheduler.__dict__)
-        assert not overridden
-        future = client.submit(add, 1, 2, pure=False)
-        wait(future)
-    finally:
-        dask_gpurt.enable(client)
 
 
 def _fallbacks(client: Client) -> dict[str, Any]:

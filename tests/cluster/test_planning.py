@@ -74,25 +74,6 @@ def test_that_the_scheduler_keeps_no_plans_once_the_runtime_is_off(path: Path) -
         assert pickle.loads(pickle.dumps(plan)) is not plan
 
 
-@pytest.mark.nightly
-def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, path: Path) -> None:
-    store = tmp_path / "planning" / "results"
-    counted = []
-    with dask.config.set({"gpurt.planning.store": str(store)}):
-        for _ in range(2):
-            with cluster("pandas", workers=1) as client:
-                found = result(path, "pandas")
-                counted.append(dask_gpurt.report(client).counters)
-            SESSIONS.save_stores()  # as the process ends
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        assert found.equals(result(path, "pandas"))
-    first, second = counted
-    # The counters of planning are those of this process.
-    assert second["planning.plans.loaded"] > first.get("planning.plans.loaded", 0)
-    assert second["planning.plans.computed"] == first["planning.plans.computed"] > 0
-    assert second["shuffle.taken.default"] == first["shuffle.taken.default"] > 0
-
-
 @pytest.mark.parametrize("setting", [False, nightly("auto")])
 def test_nothing_is_written_if_that_is_off(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: bool | str

@@ -160,52 +160,6 @@ def test_as_many_reads_begin_as_there_are_threads_and_so_many_more(files: str, b
 
 
 @on_reading_cluster(workers=1)
-async def test_a_task_that_starts_beside_a_read_waits_until_the_reader_has_ended(
-    client: Any, scheduler: Any, worker: Any, files: str
-) -> None:
-    """So it may wait for an event that the reader sets later, as if it had started only then."""
-    first = dd.read_parquet(files).partitions[0]
-    GATE.close()
-    future = client.compute(total_of(first, lambda frame: meet("reader", "go on", frame)))
-    await has_begun_aside(worker)
-    other = client.submit(meet, "other", "reader", 7)
-    await until(lambda: bool(reads(worker).turns.waiting))
-    assert not event("other").is_set()
-    GATE.open()
-    await until(event("reader").is_set)
-    assert not event("other").is_set()
-    event("go on").set()
-    assert await client.gather([future, other]) == [sum(range(ROWS)), 7]
-
-
-_held = threading.Lock()
-
-
-def alone(frame: Any) -> Any:
-    """Fail if another task's code runs; read a file again with the lock held."""
-    assert _held.acquire(blocking=False)
-    with dask.config.set(scheduler="synchronous"):
-        assert dd.read_parquet(f"late://{_folder[0]}").a.sum().compute() == TOTAL
-    _held.release()
-    return frame
-
-
-_folder: list[str] = []
-
-
-@on_reading_cluster(workers=1, **{"gpurt.reads.beside": 2})
-async def test_a_lock_may_be_held_across_a_read_and_no_task_runs_beside(
-    client: Any, scheduler: Any, worker: Any, files: str
-) -> None:
-    """Each task reads, and then again within user code."""
-    _folder[:] = [files.removeprefix("gated://")]
-    table = dd.read_parquet(f"late://{_folder[0]}", storage_options={"delay_s": 0.01})
-    mapped = table.map_partitions(alone, meta=table._meta).map_partitions(alone, meta=table._meta)
-    assert await client.compute(mapped.a.sum()) == TOTAL
-    assert (await dask_gpurt.report(client))["counters"]["reads.aside"] > 0
-
-
-@on_reading_cluster(workers=1)
 async def test_a_task_that_has_rejoined_the_pool_waits_for_its_turn(
     client: Any, scheduler: Any, worker: Any, files: str
 ) -> None:
@@ -360,24 +314,6 @@ def test_a_worker_finds_out_that_files_come_slowly(tmp_path: Path) -> None:
         assert report["counters"]["reads.aside"] > 0
 
     run()
-
-
-class Incomparable:
-    """A callable whose comparison does not return a bool, as with arrays."""
-
-    def __call__(self, value: Any) -> Any:
-        return value
-
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("the truth value is ambiguous")
-
-    __hash__ = object.__hash__
-
-
-@on_reading_cluster(workers=1)
-async def test_a_task_may_call_anything(client: Any, scheduler: Any, worker: Any) -> None:
-    assert await client.submit(str.upper, "a") == "A"
-    assert await client.submit(Incomparable(), 7) == 7
 
 
 @gen_client_cluster(nthreads=[("127.0.0.1", 2)] * 2, config=ONE_BESIDE)
