@@ -29,8 +29,6 @@ from benchmarks.chaos.faults import MESSAGES
 from benchmarks.chaos.frames import ROW, make_partition, whole_frame
 from benchmarks.chaos.leftovers import Probe, growth, of_probes, of_threads
 from benchmarks.chaos.operation import difference
-from benchmarks.chaos.report import Ending, Outcome, Report
-from benchmarks.chaos.runner import Chaos, as_text
 from benchmarks.chaos.worker_side import OF_THE_RUNTIME, ChaosWorkerPlugin, FullFileSystem
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange
@@ -74,10 +72,6 @@ def test_objects_are_left_out_where_a_shuffle_may_be_dasks_own() -> None:
     drawn = {(bool(step.faults), name) for step in steps for name in step.operations[0].frame.columns}
     assert (False, "object") in drawn
     assert (True, "object") not in drawn
-
-
-def test_two_seeds_differ() -> None:
-    assert plan(1).step(0) != plan(2).step(0)
 
 
 @examples(8)
@@ -135,21 +129,6 @@ def test_memory_that_grows_is_told() -> None:
     assert growth(flat) is None
     assert growth([(at, nbytes + int(at) * 2**20) for at, nbytes in flat])
     assert growth([(float(at), at * 2**30) for at in range(60)]) is None  # too short to tell
-
-
-def test_what_a_hung_cluster_waits_for_is_an_outline_without_empty_items() -> None:
-    found = {
-        "executing": ["a-task", "another"],
-        "ready": [],
-        "runtime": {"moving": "no", "pulls": {"bytes": 3}},
-    }
-    assert as_text(found) == "executing:\n  a-task\n  another\nruntime:\n  moving: no\n  pulls: bytes: 3"
-
-
-@pytest.mark.parametrize("ending", list(Ending))
-def test_which_endings_are_allowed(ending: Ending) -> None:
-    report = Report(0, 2, outcomes=[Outcome(0, "join", (), 1.0, ending)])
-    assert report.is_well is (ending in (Ending.RIGHT, Ending.FAILED))
 
 
 # ---- faults in a process -------------------------------------------------------------
@@ -271,24 +250,6 @@ def test_a_pattern_that_matches_nothing_is_refused(option: str) -> None:
     done = chaos(option, "shufle")
     assert done.exit_code == 2
     assert "'shufle' matches none of" in done.output
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_reports_what_it_has_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    execute = Chaos._step
-
-    def interrupted(chaos: Chaos, step: Any) -> None:
-        if step.number == 1:
-            raise KeyboardInterrupt
-        execute(chaos, step)
-
-    monkeypatch.setattr(Chaos, "_step", interrupted)
-    options = ["--dumps", str(tmp_path), "--faults", "", "--workers", "2", "--rows", "1000"]
-    done = CliRunner().invoke(command, options)
-    assert "all is well: seed 0, 1 steps in" in done.output.replace("\n", " ")
-    assert done.exit_code == 130
 
 
 @pytest.mark.slow
