@@ -157,29 +157,6 @@ async def test_a_run_begins_while_another_one_that_was_read_goes_on(cluster: Clu
     await cluster.end("second")
 
 
-@on_exchanges(paths=["comms"])  # blocks are copied at once, and retained until read
-async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read(cluster: Cluster) -> None:
-    results = await cluster.transfer_all("first")
-    await quiet()
-    retained = {process: process.outbox.retained for process in cluster.workers}
-    assert all(retained.values())
-    await cluster.transfer_all("second")
-    assert all(process.outbox.retained >= retained[process] for process in retained), "what may be lost stays"
-    await cluster.barrier("first", results)
-    assert await cluster.outputs("first") == cluster.expected()
-
-
-@on_exchanges()
-async def test_an_input_of_a_run_that_was_read_is_transferred_again(cluster: Cluster) -> None:
-    """After a loss: the retained blocks of its other inputs are about to be offered again, and stay."""
-    assert await cluster.shuffle() == cluster.expected()
-    await quiet()
-    a = cluster.a
-    run: Any = a.run_of("a shuffle")
-    await cluster.transfer("a shuffle", 0, a)
-    assert a.outbox.has_all(("a shuffle", run.run_id))
-
-
 @on_exchanges()
 async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt(cluster: Cluster) -> None:
     """It is rejected, and its block is freed; the pool would otherwise stay full until the run ends."""

@@ -10,12 +10,10 @@ from distributed.exceptions import Reschedule
 
 from dask_gpurt.exchange import PeerLost
 from tests.helpers.exchanges import (
-    RESET,
     A,
     B,
     C,
     Cluster,
-    failing,
     intercept,
     never_answering,
     on_exchanges,
@@ -51,17 +49,6 @@ async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room(cluster
     with pytest.raises(RuntimeError, match="no tier has room"):
         await cluster.transfer("a shuffle", 2, a)
     assert a.exchange.metrics.snapshot()["counters"].get("exchange.calls.repeated", 0) == 0
-
-
-@on_exchanges()
-async def test_a_release_gets_lost(cluster: Cluster) -> None:
-    """A producer that waits for room would wait for ever."""
-    failing(cluster, "gpurt_release", None, *[RESET] * 2)
-    assert await cluster.shuffle() == cluster.expected()
-    for process in cluster.workers:
-        await process.exchange.offload(int)
-    await quiet()
-    assert not any(process.outbox.readers() for process in cluster.workers)
 
 
 @pytest.fixture

@@ -219,18 +219,3 @@ async def test_a_pull_that_fails_leaves_nothing_behind() -> None:
     while not pair.failed:
         await pair.settled()
     await pair.ends(incoming, owner_first=False, go_on=lambda: None)
-
-
-@on_a_loop
-async def test_a_fence_that_fails_keeps_nothing_waiting() -> None:
-    def fence() -> None:
-        raise RuntimeError("an illegal address")
-
-    pair = Pair("shared-memory", "comms")
-    incoming = await pair.accepted()
-    incoming.read_until(fence)
-    with pytest.raises(RuntimeError, match="illegal address"):
-        await pair.owner.offload(pair.owner.discard, [incoming])
-    await pair.producer.requests.withdraw(RUN)
-    assert not pair.outbox.pool.used
-    await pair.close()

@@ -54,15 +54,6 @@ def test_tiers_fill_from_the_top(tiered_buffer: TieredBuffer) -> None:
     assert found.count(Tier.DISK) == 3
 
 
-def test_views_share_what_they_see(tiered_buffer: TieredBuffer) -> None:
-    whole = array(1)
-    tiered_buffer["whole"] = whole
-    tiered_buffer["half"] = whole[: whole.size // 2]
-    assert tiered_buffer.live_bytes(Tier.DEVICE) == whole.nbytes
-    del tiered_buffer["whole"]
-    assert tiered_buffer.live_bytes(Tier.DEVICE) == whole.nbytes
-
-
 def test_admitted_bytes_count_even_if_evicted_since(tiered_buffer: TieredBuffer) -> None:
     assert tiered_buffer.bytes_admitted(Tier.DEVICE) == 0
     put(tiered_buffer, "a", array(1))
@@ -85,16 +76,6 @@ def test_removals_from_the_live_tiers_are_counted(tiered_buffer: TieredBuffer) -
     assert tiered_buffer.removals == 2
     tiered_buffer.spill(1)
     assert tiered_buffer.removals == 2
-
-
-def test_a_held_key_is_not_spilled(tiered_buffer: TieredBuffer) -> None:
-    put(tiered_buffer, "held", array(1))
-    held = tiered_buffer.hold(["held"])
-    tiered_buffer.spill(1 << 30)
-    assert tiered_buffer.tier("held") is Tier.DEVICE
-    tiered_buffer.release(held)
-    tiered_buffer.spill(1 << 30)
-    assert tiered_buffer.tier("held") is Tier.PINNED
 
 
 def test_an_object_that_cannot_be_serialized_stays(tiered_buffer: TieredBuffer) -> None:
