@@ -61,19 +61,6 @@ def schema_leaves(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def test_defaults() -> None:
-    settings = load(DEFAULTS)
-    assert not settings.enabled
-    assert settings.takeover
-    assert settings.exchange.pool is None
-    assert settings.exchange.inflight == 2**30
-    assert settings.memory.device is None
-    assert settings.exchange.paths == set(PATHS)
-    assert settings.shuffle.retries == 10
-    assert settings.overlap.mode == "priority"
-    assert problems(DEFAULTS) == []
-
-
 @pytest.mark.parametrize("config", [{}, {"gpurt": None}, {"gpurt": {"exchange": None}}, {"gpurt": {}}])
 def test_a_setting_that_is_not_given_has_its_default(config: dict[str, Any]) -> None:
     assert load(config) == load(DEFAULTS)
@@ -99,13 +86,6 @@ def test_defaults_are_in_dask_config() -> None:
     dask.config.refresh()  # ``gen_cluster`` restores the configuration from before the package was imported
     for key in PUBLIC_KEYS:
         assert dask.config.get(key, default=dask.config) is not dask.config
-
-
-def test_load_reads_dask_config() -> None:
-    with dask.config.set({"gpurt.enabled": True, "gpurt.exchange.pool": "2 GiB"}):
-        settings = load()
-    assert settings.enabled
-    assert settings.exchange.pool == Size(bytes=2**31)
 
 
 def test_load_reads_the_environment() -> None:

@@ -79,16 +79,6 @@ def test_a_wrapper_that_came_later_stays_and_goes_past_ours() -> None:
     assert dasks.method(1) == ["Dask", 1]
 
 
-def test_two_sets_nest() -> None:
-    dasks, inner, outer = Dasks(), PatchSet(), PatchSet()
-    inner.put(dasks, "method", ours)
-    outer.put(dasks, "method", ours)
-    inner.restore()
-    assert dasks.method(1) == ["ours", "Dask", 1]
-    outer.restore()
-    assert dasks.method(1) == ["Dask", 1]
-
-
 def test_a_cached_property_of_a_class_is_replaced_and_comes_back() -> None:
     class Kind(Dasks):
         once = Dasks.__dict__["once"]
@@ -247,15 +237,3 @@ def test_all_are_replaced_or_none() -> None:
     patches.replace_all({OTHER: ours, CALL: lambda original: lambda key, stimulus_id: "ours"}, on=calls)
     assert calls.other(1) == ["ours", "Dask", 1]
     assert calls.call("a", stimulus_id="b") == "ours"
-
-
-def test_a_property_is_replaced_and_comes_back() -> None:
-    dasks, first, second = Dasks(), PatchSet(), PatchSet()
-    before = vars(Dasks)["read"]
-    first.put(Dasks, "read", ours)
-    second.put(Dasks, "read", ours)
-    assert dasks.read == ["ours", "ours", "Dask"]
-    first.restore()  # its wrapper is below another, and now only forwards calls
-    assert dasks.read == ["ours", "Dask"]
-    second.restore()
-    assert vars(Dasks)["read"] is before

@@ -69,16 +69,6 @@ def test_what_is_on_its_way_is_not_sent_again(caplog: pytest.LogCaptureFixture) 
     assert "moving=0.0," not in near  # until it has arrived
 
 
-def test_a_holder_without_room_is_passed_over() -> None:
-    cluster = Cluster()
-    cluster.data("x", 5)
-    cluster.data("other", 6)
-    cluster.rooms.free[cluster.addresses[5]] = 0
-    cluster.rooms.free[cluster.addresses[6]] = 0
-    cluster.placement.on_place_changed(cluster.addresses[5])
-    assert cluster.place("y", "x", "other") not in (5, 6, None)
-
-
 def test_restrictions_hold_and_loose_ones_give_way() -> None:
     cluster = Cluster()
     cluster.data("x", 5)

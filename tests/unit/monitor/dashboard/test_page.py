@@ -54,10 +54,6 @@ def test_the_head_says_for_whom_it_is_on_and_what_was_left() -> None:
     assert fallback == {"text": Fallback.EXCHANGE_COMMS.text, "reason": "no shared memory", "count": 1}
 
 
-def test_the_latest_query_comes_first() -> None:
-    assert drawing(Collected())["queries"] == [{"tasks": 2}, {"tasks": 1}]
-
-
 def test_histories_are_of_the_chosen_worker_with_gaps_where_it_was_not_there() -> None:
     collected = Collected(WorkerSample("a", {"memory": Level(1, 10)}), WorkerSample("b"))
     for at in (1.0, 2.0):
@@ -105,11 +101,6 @@ def test_the_use_is_at_most_all_of_the_link_and_unknown_within_a_worker() -> Non
     found = traffic(("tcp://0", "tcp://1", 10_000, 0.1, 5.0), ("tcp://0", "tcp://0", 10, 0.1, 5.0))
     assert found["a", "b"]["use"] == 1.0
     assert (found["a", "a"]["use"], found["a", "a"]["link"]) == (None, None)
-
-
-def test_shards_read_in_place_have_no_bandwidth() -> None:
-    found = traffic(("tcp://0", "tcp://1", 100, 2.0, 1.0), ("tcp://1", "tcp://0", 10, 0.0, 1.0))
-    assert (found["a", "b"]["copied"], found["b", "a"]["copied"]) == (50, None)
 
 
 # ---- replies -------------------------------------------------------------------------------

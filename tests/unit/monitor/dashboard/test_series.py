@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,23 +44,8 @@ def test_each_point_has_the_largest_value_since_the_one_before(
         since = at
 
 
-def test_unknown_values_are_not_a_number() -> None:
-    history: History[str] = History()
-    history.add(1.0, {"a": 5})
-    history.add(2.0, {"b": 6})
-    assert history.values("a")[0] == 5
-    assert math.isnan(history.values("a")[1])
-    assert math.isnan(history.values("b")[0])
-    assert all(map(math.isnan, history.values("never")))
-
-
 def test_a_name_can_be_forgotten() -> None:
     history: History[str] = History()
     history.add(1.0, {"a": 5, "b": 6})
     history.forget(["a", "never"])
     assert list(history.names) == ["b"]
-
-
-def test_one_point_is_no_history() -> None:
-    with pytest.raises(ValueError, match="max_points=1"):
-        History(1)
