@@ -28,7 +28,6 @@ from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.table_facts import FilesChangedError
 from dask_gpurt.observe import Metrics
 from tests.helpers.examples import examples
-from tests.helpers.nightly import nightly
 from tests.helpers.planned import Planner
 
 #: Sizes by which tables stay as they are, and by which each is a single partition.
@@ -135,56 +134,6 @@ def matches(rows: Any, small: Any) -> Any:
 QUERIES = {each.__name__: each for each in (groups, pairs, large, total, matches)}
 
 # ---- kept collections -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
-@pytest.mark.parametrize("same", [False, True])
-def test_keys_that_are_in_two_files_now(
-    planner: Planner, tmp_path: Path, filesystem: str, same: bool
-) -> None:
-    save(tmp_path, [table([1, 2], [1, 1])], same=same)
-    rows, small = read(tmp_path, filesystem, planner)
-    planner.sizes = APART
-    query = build(planner, groups, rows, small)
-    assert result(query, planner)[VALUE].tolist() == [1, 1, 4, 1, 4, 1, 1]
-    assert planner.count("local.groups") == 1
-    write(tmp_path / "rows/part.0.parquet", table([1, 5], [1, 5]), same=same)
-    again = build(planner, groups, *read(tmp_path, filesystem, planner))
-    for each in (query, build(planner, pairs, rows, small), again):
-        pd.testing.assert_frame_equal(result(each, planner), result(each))
-    assert result(query, planner).query("key == 5")[VALUE].tolist() == [9]
-    assert planner.count("local.groups") == 1
-
-
-@pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
-@pytest.mark.parametrize("same", [False, True])
-def test_a_file_that_has_nulls_now(planner: Planner, tmp_path: Path, filesystem: str, same: bool) -> None:
-    near = table([1, 2], [LARGE - 1, LARGE - 1])
-    save(tmp_path, [near, table([3, 4], [3, 4])], same=same)
-    rows, small = read(tmp_path, filesystem, planner)
-    planner.sizes = WHOLE
-    query = build(planner, large, rows, small)
-    assert len(result(query, planner)) == 0
-    assert planner.count("reads.by-size") >= 1
-    write(tmp_path / "rows/part.0.parquet", table([1, 2], [LARGE, LARGE - 1]), same=same)
-    write(tmp_path / "rows/part.1.parquet", table([3, 4], [3, None]), same=same)
-    for each in (query, build(planner, large, *read(tmp_path, filesystem, planner))):
-        pd.testing.assert_frame_equal(result(each, planner), result(each))
-        assert len(result(each, planner)) == 1
-
-
-def test_a_file_that_is_written_in_place(planner: Planner, tmp_path: Path) -> None:
-    save(tmp_path, [table([1, 2], [1, 1])], same=True)
-    query = build(planner, groups, *read(tmp_path, "fsspec", planner))
-    planner.sizes = APART
-    result(query, planner)
-    path = tmp_path / "rows/part.0.parquet"
-    new = path.with_suffix(".other")
-    write(new, table([1, 5], [1, 5]), same=True)
-    path.write_bytes(new.read_bytes())
-    os.utime(path, ns=(1_700_000_000_123_456_789, 1_700_000_000_123_456_789))
-    new.unlink()
-    assert result(query, planner).query("key == 5")[VALUE].tolist() == [9]
 
 
 def test_a_plan_from_the_store_is_of_the_files_as_they_are(planner: Planner, tmp_path: Path) -> None:

@@ -129,38 +129,12 @@ def test_a_shuffle_that_others_may_share_is_left() -> None:
     assert fusing.fuse_chains(tasks, {"sum"}, "another") == tasks
 
 
-def test_a_result_is_not_hidden() -> None:
-    tasks = shuffled({"read": (), "transfer": ("read",)}, {"output": ("barrier",), "sum": ("output",)})
-    assert fuse_chains(tasks, {"read", "output", "sum"}) == tasks
-
-
 def test_an_input_of_two_tasks_is_computed_once() -> None:
     outputs = {"output": ("barrier",), "sum": ("output",), "min": ("output",), "all": ("sum", "min")}
     tasks = shuffled(
         {"read": (), "transfer": ("read",), "other": ("read",)}, outputs | {"end": ("all", "other")}
     )
     assert fuse_chains(tasks, {"end"}) == tasks
-
-
-def test_an_output_is_not_fused_with_the_transfer_of_the_next_shuffle() -> None:
-    """Each has to remain a task that its own barrier recognises."""
-    tasks = shuffled({"transfer-0": ()}, {"output-0": ("barrier",), "map-0": ("output-0",)})
-    tasks |= graph({"transfer-next": ("map-0",)}) | {"next": barrier("next", "transfer-next")}
-    tasks |= graph({"output-next": ("next",)})
-    fused = fuse_chains(tasks, {"output-next"})
-    assert parts(fused["map-0"]) == {"output-0", "map-0"}
-    assert fused["transfer-next"].dependencies == {"map-0"}
-
-
-def test_a_barrier_of_one_transfer_and_one_output_stays_alone() -> None:
-    fused = fuse_chains(shuffled({"transfer": ()}, {"output": ("barrier",)}), {"output"})
-    assert fused.keys() == {"transfer", "barrier", "output"}
-
-
-def test_that_data_and_aliases_stay_alone() -> None:
-    tasks = {"data": DataNode("data", 1), "other": Alias("other", "data")}
-    tasks |= shuffled({"transfer": ("other",)}, {"output": ("barrier",)})
-    assert fuse_chains(tasks, {"output"}) == tasks
 
 
 def test_a_result_of_before_is_found_by_its_key() -> None:
@@ -225,11 +199,6 @@ def plan(*collections: Any) -> Any:
 
 def table() -> Any:
     return dd.from_pandas(pd.DataFrame({"key": [0, 1, 0, 1], "value": [1, 2, 3, 4]}), npartitions=2)
-
-
-def test_a_plan_of_steps_on_partitions_has_a_task_for_each() -> None:
-    found = plan((table().value * 2 + 1).abs())
-    assert len(tasks_of(fuse(found))) < len(tasks_of(found))
 
 
 def test_a_plan_without_shuffles_is_of_dask_alone() -> None:
