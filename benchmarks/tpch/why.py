@@ -92,7 +92,7 @@ def blocking(planned: Planned) -> str | None:
     """
     if planned.facts is None:
         return "no rules"
-    plan, depends = planned.facts.bare(planned.tuned)
+    plan, depends = planned.facts.bare(planned.facts.plans[-1])
     if not depends:
         return None
     results = plan.operands if isinstance(plan, _ExprSequence) else [plan]
