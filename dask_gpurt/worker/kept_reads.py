@@ -94,7 +94,8 @@ def asked_of(
     paths = list(filepaths_or_buffers)
     remote = sys.modules.get("dask_gpurt.reads.remote")  # imported by the first read of a store
     stored = () if remote is None else remote.handed_out(paths)
-    names = None if columns is None else tuple(columns)
+    # Dask asks for None, too, as for the index of a file that pandas has written; libcudf finds none.
+    names = None if columns is None else tuple(name for name in columns if name is not None)
     if not (stored or _are_distinct(paths, "://")) or (names is not None and not _are_distinct(names, ".")):
         return None
     groups: list[Any] = [None] * len(paths) if row_groups is None else list(row_groups)

@@ -441,6 +441,8 @@ def test_reads_that_depend_on_more_are_left_alone(other: dict[str, Any]) -> None
 def test_reads_are_known_by_files_row_groups_options_and_columns() -> None:
     found = asked_of(**CALL, row_groups=[[0, 2], None], use_pandas_metadata=True)
     assert found == ((("/x", (0, 2), (True, True)), ("/y", None, (True, True))), ("a", "b"), ())
+    # Of files that pandas has written, Dask also asks for an index without a name.
+    assert asked_of(**CALL | {"columns": ["a", "b", None]}) == asked_of(**CALL)
     assert asked_of(**CALL | {"columns": None}) == (
         (("/x", None, (False, True)), ("/y", None, (False, True))),
         None,
