@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 
+from benchmarks.chaos.files import Store as StoreOfHost
+from benchmarks.chaos.files import StoredFile
 from dask_gpurt.dask_hooks.parquet_files import _OfTables
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import eviction, remote
 from dask_gpurt.reads.columns import ColumnCache
 from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.reads.remote import CachedFiles, Reading, Source, chunks, handed_out, joined, version_of
-from dask_gpurt.tools.chaos.files import Store as StoreOfHost
-from dask_gpurt.tools.chaos.files import StoredFile
 from dask_gpurt.worker.kept_reads import asked_of
 
 
