@@ -83,7 +83,7 @@ class NoMemory(WorkerPlugin):
 class ClusterOfDaskCuda(LocalCluster):
     """Start workers as dask-cuda's cluster does, which does not notice if one fails; the second fails."""
 
-    def __init__(self, rmm_pool_size: float, n_workers: int, **options: Any):
+    def __init__(self, rmm_pool_size: float, n_workers: int, rmm_async: bool, **options: Any):
         super().__init__(n_workers=0, **{**options, "processes": False, "silence_logs": logging.CRITICAL})
         self.scale(n_workers)
         self.sync(self._correct_state)
