@@ -246,6 +246,11 @@ def _are_labels(names: Sequence[Any]) -> bool:
     return all(type(name) is str for name in names) and len({*names}) == len(names)
 
 
+def _may_change(dtype: Any) -> bool:
+    """Return whether an example of a column may have another dtype than the column."""
+    return not isinstance(dtype, np.dtype) or dtype.kind == "O"
+
+
 def first_rows(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Choose the first rows by some columns: the index may become another one, the columns stay."""
     frame, by = of(expr.frame), expr.operand("_columns")
@@ -254,8 +259,13 @@ def first_rows(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
         return asked(expr, of, library)
     if not keys or not {*keys} <= {*frame.labels}:
         return asked(expr, of, library)
+    ordering = tuple(map(frame.at, keys))
+    # Dask's example of a frame of cudf may have another dtype of text than the frame.
+    both = zip(frame.columns, frame.dtypes, strict=True)
+    others = dict.fromkeys(column for column, dtype in both if _may_change(dtype) and column not in ordering)
     names = [f"k{number}" for number in range(len(keys))]
-    bare = frame._replace(labels=tuple(names), columns=tuple(map(frame.at, keys)))
+    labels = (*names, *(f"c{number}" for number in range(len(others))))
+    bare = frame._replace(labels=labels, columns=(*ordering, *others))
     count = expr.operand("n")
     if type(expr) is _reductions.NFirst and type(count) is int and count > 1:
         count = 2  # as many rows as Dask's example has

@@ -410,11 +410,26 @@ def test_the_columns_of_a_frame_make_no_new_questions(library: Library, planner:
 def test_first_rows_ask_about_the_columns_of_their_order(library: Library, planner: Planner) -> None:
     frame = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
     with planner.used():
-        for few, number in ((["key", "name"], 5), (["ratio", "small", "key"], 10)):
+        for few, number in ((["key", "name"], 5), (["name", "ratio", "small", "key"], 10)):
             rows = frame[few].rename(columns={"key": few[0].upper()}).sort_values(few[0].upper())
             asked = planner.count("metadata.computed")
             metadata(rows.head(number, compute=False).simplify().expr)
     assert planner.count("metadata.computed") == asked
+
+
+@pytest.mark.parametrize("library", ["pandas"], indirect=True)  # in place of cudf
+def test_first_rows_are_as_the_example_of_dask(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask's example of a frame of cudf has text of one dtype, whatever that of its columns is."""
+    original = _reductions.meta_nonempty
+
+    def example(meta: pd.DataFrame) -> pd.DataFrame:
+        return original(meta).astype({name: "str" for name in meta if meta.dtypes[name] == "string[pyarrow]"})
+
+    monkeypatch.setattr(_reductions, "meta_nonempty", example)
+    frame = dd.from_pandas(tables()[0], npartitions=2)
+    with planner.used():
+        rows = frame.sort_values("key").head(3, compute=False).simplify()
+        assert rows.dtypes["text"] == "str"
 
 
 def test_joins_ask_about_columns_of_a_dtype_once(library: Library, planner: Planner) -> None:
