@@ -291,6 +291,11 @@ class _OfTables(ArrowDatasetEngine):
     """Read the tables of files by a method of their file system."""
 
     @classmethod
+    def multi_support(cls) -> bool:
+        """Return that several pieces make one table, as of the engine itself: Dask says no for subclasses."""
+        return True
+
+    @classmethod
     def _read_table(  # type: ignore[override]
         cls, path: Any, fs: Any, groups: Any, columns: Any, schema: Any, filters: Any, *args: Any, **how: Any
     ) -> Any:

@@ -60,8 +60,11 @@ def _copied(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _write(whole: pa.Table, into: Any) -> None:
+    """Write one batch for each chunk: `write_table` leaves empty ones out, and with them their categories."""
+    (column,) = whole.columns
     with pa.ipc.new_stream(into, whole.schema) as writer:
-        writer.write_table(whole)
+        for chunk in column.chunks:
+            writer.write_batch(pa.record_batch([chunk], schema=whole.schema))
 
 
 def give_back() -> None:
