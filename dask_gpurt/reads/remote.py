@@ -283,6 +283,7 @@ class Reading:
     ) -> Any:
         """Return the table of a file of Arrow's file systems.
 
+        ``fragment``: a whole file, as tasks receive it. To ask for its row groups would read its footer.
         ``read``: reads some columns of a fragment.
         """
         if (source := of_arrow(fragment.filesystem, fragment.path)) is None:
@@ -292,8 +293,7 @@ class Reading:
         def some(names: Any) -> Any:
             return read(self._fragment(file, fragment, filters, names, schema), names and list(names))
 
-        groups = [group.id for group in fragment.row_groups] if fragment.row_groups is not None else None
-        return self.table(file, (groups, filters, schema, fragment.partition_expression), columns, some)
+        return self.table(file, (filters, schema, fragment.partition_expression), columns, some)
 
     def _fragment(self, file: CachedFile, fragment: Any, filters: Any, columns: Any, schema: Any) -> Any:
         """Return a fragment that reads a file through the cache.

@@ -6,23 +6,30 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import dask
 import dask.dataframe as dd
 import fsspec
 import pandas as pd
 import pyarrow.fs as pa_fs
+import pyarrow.parquet as pq
 import pytest
 from distributed import Client, Event
 from fsspec.implementations.dirfs import DirFileSystem
+from pyarrow.dataset import ParquetFileFormat
 
 import dask_gpurt
 from benchmarks.reads.store import serve
 from dask_gpurt.memory.ledger import CACHED
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.reads.columns import Column, Kept
+from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.columns import Column, ColumnCache, Kept
+from dask_gpurt.reads.ranges import RangeCache
+from dask_gpurt.reads.remote import Reading
 from tests.helpers.clusters import cluster
 
 pytest.importorskip("s3fs")
@@ -49,17 +56,25 @@ class Bucket:
         assert not path.exists() or path.stat().st_size == new.stat().st_size
         new.replace(path)
 
+    def arrow(self) -> Any:
+        """Return Arrow's file system of the store."""
+        return pa_fs.S3FileSystem(
+            endpoint_override=f"127.0.0.1:{self.port}",
+            scheme="http",
+            access_key="k",
+            secret_key="s",
+            region="us-east-1",
+        )
+
+    def requests(self) -> int:
+        """Return the number of requests so far, with this one."""
+        with urlopen(f"http://127.0.0.1:{self.port}/requests") as answer:
+            return int(answer.read())
+
     def table(self, way: str, **given: Any) -> Any:
         """Return the table. Listings are not kept, as in other programs than this one."""
         if way == "arrow":
-            store = pa_fs.S3FileSystem(
-                endpoint_override=f"127.0.0.1:{self.port}",
-                scheme="http",
-                access_key="k",
-                secret_key="s",
-                region="us-east-1",
-            )
-            return dd.read_parquet("bucket/table", filesystem=store, **given)
+            return dd.read_parquet("bucket/table", filesystem=self.arrow(), **given)
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{self.port}"}
         options |= {"use_listings_cache": False}
         if way == "folder":
@@ -115,6 +130,22 @@ def test_a_second_query_reads_nothing_from_the_store(client: Client, bucket: Buc
     assert dask_gpurt.report(client)["counters"]["reads.bytes.decoded"] == decoded
     memory = dask_gpurt.memory_usage(client).to_pandas()
     assert memory.cached.sum() >= first
+
+
+def test_the_store_of_a_column_that_is_kept_is_asked_for_its_version_only(bucket: Bucket) -> None:
+    store, schema = bucket.arrow(), pq.read_schema(bucket.folder / "0.parquet")
+    columns = ColumnCache(lambda: MIB, lambda nbytes: None)
+    ranges = RangeCache(lambda: MIB, lambda nbytes: None)
+
+    def read() -> Any:
+        reading = Reading(ranges, Metrics(), columns)
+        file = ParquetFileFormat().make_fragment("bucket/table/0.parquet", store)
+        through = partial(reading.of_fragment, file, None, ["x"], schema)
+        return reading.run(partial(through, lambda part, names: part.to_table(columns=names)), read)
+
+    first, before = read(), bucket.requests()
+    assert read() == first
+    assert bucket.requests() - before == 2  # for the version, and this request
 
 
 @pytest.mark.parametrize("way", WAYS)
