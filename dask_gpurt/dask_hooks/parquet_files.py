@@ -297,19 +297,32 @@ class _OfTables(ArrowDatasetEngine):
 
     @classmethod
     def _read_table(  # type: ignore[override]
-        cls, path: Any, fs: Any, groups: Any, columns: Any, schema: Any, filters: Any, *args: Any, **how: Any
+        cls,
+        path: Any,
+        fs: Any,
+        groups: Any,
+        columns: Any,
+        schema: Any,
+        filters: Any,
+        partitions: Any,
+        *args: Any,
+        **how: Any,
     ) -> Any:
         read: Any = super()._read_table
 
         wanted = [name for name in columns if isinstance(name, str)]
         unnamed = [name for name in columns if not isinstance(name, str)]  # None, for an index without a name
+        # These are in each table, asked for or not. If they are, they may have other types.
+        of_path = [each.name for each in partitions] if isinstance(partitions, list) else []
+        options = groups, unnamed, schema, filters, partitions, args, how, [*filter(of_path.count, wanted)]
 
         def some(names: Any) -> Any:
-            return read(path, fs, groups, [*names, *unnamed], schema, filters, *args, **how)
+            asked = [name for name in names if name in wanted]
+            return read(path, fs, groups, [*asked, *unnamed], schema, filters, partitions, *args, **how)
 
         if not isinstance(path, str):
             return some(wanted)
-        return fs.table(path, (groups, unnamed, schema, filters, args, how), wanted, some)
+        return fs.table(path, options, list(dict.fromkeys([*wanted, *of_path])), some)
 
 
 #: A row group of a file, by path and number, and whether the file is local; all of it if the number is None.

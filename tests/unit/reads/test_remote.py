@@ -9,9 +9,10 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
-from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
+from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine, PartitionObj
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 
 from benchmarks.chaos.files import Store as StoreOfHost
@@ -344,13 +345,15 @@ class Folder:
 
     def read(self, columns: list[Any], *, keeping: bool = True, **how: Any) -> pa.Table:
         given: list[Any] = [how.get("groups") or [None], columns, how.get("schema"), how.get("filters")]
+        given += how.get("partitions", ([], None))
+        options = how.get("options", {})
         if not keeping:
-            return ArrowDatasetEngine._read_table(self.path, StoreOfHost(), *given, [], None)
+            return ArrowDatasetEngine._read_table(self.path, StoreOfHost(), *given, **options)
         reading = Reading(RangeCache(int, lambda nbytes: None), self.metrics, self.columns)
         files = CachedFiles(StoreOfHost(), reading)
 
         def read() -> Any:
-            return _OfTables._read_table(self.path, files, *given, [], None)
+            return _OfTables._read_table(self.path, files, *given, **options)
 
         return reading.run(read, lambda: self.read(columns, keeping=False, **how))
 
@@ -415,6 +418,25 @@ def test_pieces_of_one_partition_make_one_table(folder: Folder) -> None:
     files = CachedFiles(StoreOfHost(), Reading(RangeCache(int, lambda nbytes: None), folder.metrics))
     pieces = [{"piece": (folder.path, [group], None)} for group in (0, 1)]
     pd.testing.assert_frame_equal(_with_files(plain, files)(pieces), plain(pieces))
+
+
+@pytest.mark.parametrize("filters", [None, [("x", "<", 50)]])
+def test_values_of_paths_are_in_all_tables(tmp_path: Path, filters: Any) -> None:
+    """Whether a read asks for them or not, and also if nothing else is missing."""
+    pq.write_to_dataset(pa.Table.from_pandas(content(0), preserve_index=False), tmp_path, ["kind"])
+    folder = Folder(tmp_path / "kind=k1")
+    folder.path = str(next((tmp_path / "kind=k1").glob("*.parquet")))
+    how = {"schema": ds.dataset(tmp_path, partitioning="hive").schema, "filters": filters}
+    how["partitions"] = [PartitionObj("kind", pd.Index(["k0", "k1", "k2"]))], [("kind", "k1")]
+    how["options"] = {"dataset": {"partitioning": "hive"}}
+    for columns in (["x", "kind"], ["x"], ["word"], ["kind", "word"], ["x", "word"], ["x"]):
+        found, expected = folder.read(columns, **how), folder.read(columns, keeping=False, **how)
+        assert found.select(expected.column_names).equals(expected)
+        for key in [key for key in folder.columns._order if key[1] == "kind"]:
+            folder.columns._drop(key)
+    before = folder.decoded
+    folder.read(["x", "word"], **how)
+    assert folder.decoded - before < 1000  # the values of the path only
 
 
 def test_tables_by_other_filters_share_nothing(folder: Folder) -> None:
