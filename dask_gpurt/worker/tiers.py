@@ -120,6 +120,7 @@ class WorkerTiers:
         )
         self.tiered_buffer.relieve = self._relieve_soon
         self._host_tier = self.tiered_buffer.host_tier
+        self._counting = threading.Lock()
         #: Ranges of files that tasks have read, in what the live tier in host memory has left.
         self.ranges = RangeCache(self._left_for_ranges, self._kept_on_host)
         #: Columns of files that were on the device, in what the pinned tier has left.
@@ -289,8 +290,9 @@ class WorkerTiers:
 
     def _kept_on_host(self, _: int) -> None:
         """Count what is kept of files in host memory, by a cache or the other one. From any thread."""
-        columns = self.columns.nbytes if self.device.on_host else 0
-        self.ledger.set(self._host_tier, CACHED, self.ranges.nbytes + columns)
+        with self._counting:  # or the sum of the one that was first could be set last
+            columns = self.columns.nbytes if self.device.on_host else 0
+            self.ledger.set(self._host_tier, CACHED, self.ranges.nbytes + columns)
 
     def _changed(self) -> None:
         """Report a change of the ledger, and give way to it. From any thread."""

@@ -184,6 +184,28 @@ def test_the_cache_gives_way_to_reservations_at_once(client: Client) -> None:
         assert after <= MIB
 
 
+def test_what_two_threads_keep_at_once_is_counted(client: Client) -> None:
+    def counted(dask_worker: Any) -> tuple[int, int]:
+        tiers = dask_worker.plugins["gpurt"].tiers
+        column, original = Column("x", "int", None, MIB), tiers.ledger.set
+        kept = Kept(0, {}, {}, {"x": column})
+        other = threading.Thread(target=tiers.columns.keep, args=(("of two", None, ()), kept))
+
+        def interrupted(*args: Any) -> None:
+            tiers.ledger.set = original
+            other.start()
+            other.join(0.2)  # it ends only if it does not wait for this one
+            original(*args)
+
+        tiers.ledger.set = interrupted
+        tiers.ranges.keep("of two", 0, {0: bytes(MIB)})
+        other.join()
+        return tiers.ledger.cell(tiers._host_tier, CACHED), tiers.ranges.nbytes + tiers.columns.nbytes
+
+    for found, expected in client.run(counted).values():
+        assert found == expected >= 2 * MIB
+
+
 def test_the_cache_of_a_killed_worker_is_read_elsewhere(bucket: Bucket) -> None:
     expected = sum(range(1, FILES + 1)) * ROWS
     with cluster("pandas", 2) as client:
