@@ -10,6 +10,7 @@ import copyreg
 import io
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from typing import Any
@@ -190,6 +191,9 @@ def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
     return state
 
 
+_packing = threading.Lock()
+
+
 def renew_files(patches: PatchSet) -> None:
     """Have the tasks of workers in this process read each file on Arrow's file systems as it is then.
 
@@ -213,9 +217,19 @@ def _renewed(fragment: Any) -> Any:
     """Return the wrapper of a file as another process would receive it; unchanged if this one has."""
     if type(fragment) is not parquet.FragmentWrapper or fragment._fragment is None:
         return fragment
-    # Made of a copy, since packing empties a wrapper, which other threads may use.
-    unpickle, packed = parquet.FragmentWrapper(fragment.fragment, fragment._filesystem).__reduce__()
+    unpickle, packed = _reduced(fragment)
     return unpickle(*packed)
+
+
+def _reduced(wrapper: Any) -> Any:
+    """Return how a wrapper is pickled: a copy, since packing empties a wrapper, which other threads may use.
+
+    Dask keeps the last pickled file system by its address, which one with other credentials may have by now.
+    """
+    files = wrapper._filesystem or wrapper.fragment.filesystem
+    with _packing:
+        parquet.FragmentWrapper._filesystem_pickle_cache = -1, None
+        return parquet.FragmentWrapper(wrapper.fragment, files).__reduce__()
 
 
 # ---- reads through other files --------------------------------------------------------------------
@@ -381,8 +395,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, parquet.ReadParquetPyarrowFS):
             return _with_statistics, (_statistics_of_files(value), *value.__reduce__())
         if type(value) is parquet.FragmentWrapper:
-            # A copy, since pickling would empty it for a moment; see `copy_of_facts`.
-            return parquet.FragmentWrapper(value.fragment, value._filesystem).__reduce__()
+            return _reduced(value)  # see `copy_of_facts`
         return NotImplemented
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine, PartitionObj
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
+from pyarrow import fs
 
 from benchmarks.chaos.files import Store as StoreOfHost
 from benchmarks.chaos.files import StoredFile
-from dask_gpurt.dask_hooks.parquet_files import _OfTables, _with_files
+from dask_gpurt.dask_hooks.parquet_files import _OfTables, _renewed, _with_files
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import eviction, remote
 from dask_gpurt.reads.columns import ColumnCache
@@ -306,6 +309,21 @@ def test_the_chunks_of_columns_are_all_that_arrow_reads() -> None:
 def test_near_ranges_are_joined() -> None:
     far = 10 << 20
     assert joined([(far, far + 5), (4, 10), (0, 3), (20, 30)]) == [(0, 30), (far, far + 5)]
+
+
+def test_a_file_is_not_read_by_a_file_system_that_had_the_same_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dask keeps the last one that it has pickled, by its address; it may be gone, with its credentials."""
+    stores = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"x": [name]}), tmp_path / name / "file")
+        stores.append(fs.SubTreeFileSystem(str(tmp_path / name), fs.LocalFileSystem()))
+    before = id(stores[1]), pickle.dumps(stores[0])
+    monkeypatch.setattr(parquet.FragmentWrapper, "_filesystem_pickle_cache", before)
+    file = parquet.FragmentWrapper(ds.ParquetFileFormat().make_fragment("file", stores[1]), stores[1])
+    assert _renewed(file).fragment.to_table()["x"].to_pylist() == ["b"]
 
 
 # ---- tables of files, decoded -----------------------------------------------------------------------
