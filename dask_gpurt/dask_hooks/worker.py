@@ -95,6 +95,7 @@ class _Leaver:
     def set(self) -> None:
         """Leave in place of the thread: called once the pool has replaced that thread by this object."""
         self._pool._threads.discard(self)
+        self._pool._adjust_thread_count()  # if others have seceded since, tasks may wait for this thread
 
     def join(self, timeout: float | None = None) -> None:
         """Return: the pool may be shut down between these two."""
