@@ -257,8 +257,8 @@ def first_rows(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     keys = by if isinstance(by, list) else [by]
     if frame is None or not (frame.is_frame and _are_labels(frame.labels) and _are_labels(keys)):
         return asked(expr, of, library)
-    if not keys or not {*keys} <= {*frame.labels}:
-        return asked(expr, of, library)
+    if not keys or not {*keys} <= {*frame.labels} or {*keys} & {*frame.index.value.names}:
+        return asked(expr, of, library)  # a name of a column and of a level is ambiguous
     ordering = tuple(map(frame.at, keys))
     # Dask's example of a frame of cudf may have another dtype of text than the frame.
     both = zip(frame.columns, frame.dtypes, strict=True)

@@ -417,6 +417,14 @@ def test_first_rows_ask_about_the_columns_of_their_order(library: Library, plann
     assert planner.count("metadata.computed") == asked
 
 
+@pytest.mark.parametrize("library", ["pandas"], indirect=True)
+def test_first_rows_by_a_column_that_is_named_as_a_level_are_refused(planner: Planner) -> None:
+    frame = tables()[0][["key", "ratio"]]
+    named = dd.from_pandas(frame.rename_axis("key"), npartitions=2)
+    with planner.used(), pytest.raises(ValueError, match="ambiguous"):
+        metadata(named.nlargest(3, ["key", "ratio"]).expr)
+
+
 @pytest.mark.parametrize("library", ["pandas"], indirect=True)  # in place of cudf
 def test_first_rows_are_as_the_example_of_dask(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dask's example of a frame of cudf has text of one dtype, whatever that of its columns is."""
