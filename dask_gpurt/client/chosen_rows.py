@@ -7,12 +7,13 @@ greatest values of groups, and the columns that these and groups need. :mod:`.co
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 from dask.dataframe.dask_expr._expr import Head, Projection, ResetIndex, determine_column_projection
 from dask.dataframe.dask_expr._groupby import IdxMax, IdxMin
 from dask.dataframe.dask_expr._reductions import NLargest, NSmallest, ValueCounts
+from pandas.api.types import is_numeric_dtype
 
 from dask_gpurt.dask_hooks.types import convert_to_list
 from dask_gpurt.frames.statistics import choose_labels, combine_labels, labels_of_groups
@@ -84,14 +85,19 @@ class LabelOfLeast(IdxMin):
         chosen, frame = self._slice, self.frame
         names = [each for each in frame.columns if frame.ndim == 1 or each not in self._by_columns]
         names = names if chosen is None else chosen if isinstance(chosen, list) else [chosen]
-        options = {"observed": self.observed, "dropna": self.dropna}
-        given = {name: value for name, value in options.items() if value is not None}
-        return {"names": names, "least": self._least, **given}
+        given = cast(Any, self).operand("chunk_kwargs") or {}
+        if given.get("numeric_only"):
+            names = [name for name in names if is_numeric_dtype(frame._meta.dtypes[name])]
+        options = {"observed": self.observed, "dropna": self.dropna, "skipna": given.get("skipna")}
+        known = {name: value for name, value in options.items() if value is not None}
+        return {"names": names, "least": self._least, **known}
 
     @property
     def combine_kwargs(self) -> dict[str, Any]:  # type: ignore[override]
         """Return how groups of several partitions are made."""
-        return {"levels": self.levels, **{k: v for k, v in self.chunk_kwargs.items() if k != "names"}}
+        of_chunks = ("names", "skipna")
+        options = {name: value for name, value in self.chunk_kwargs.items() if name not in of_chunks}
+        return {"levels": self.levels, **options}
 
     @property
     def aggregate_kwargs(self) -> dict[str, Any]:  # type: ignore[override]
@@ -117,9 +123,7 @@ def _find_labels_again(original: Callable[..., Any], expr: Any) -> Any:
     """
     kinds: dict[type, Callable[..., Any]] = {IdxMin: LabelOfLeast, IdxMax: LabelOfGreatest}
     kind = kinds.get(type(expr))
-    options = expr.operand("chunk_kwargs") or {} if kind is not None else {}
-    is_known = options.get("skipna", True) and not options.get("numeric_only")
-    if kind is None or not is_known or not isinstance(expr.frame._meta, (pd.DataFrame, pd.Series)):
+    if kind is None or not isinstance(expr.frame._meta, (pd.DataFrame, pd.Series)):
         return original(expr)
     is_of_rows = expr.observed or not _has_categories(expr)
     return original(kind(*expr.operands) if is_of_rows else expr)

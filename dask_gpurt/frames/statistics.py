@@ -158,7 +158,10 @@ def add_known_totals(
 
 
 def labels_of_groups(rows: Any, *by: Any, names: list[Any], least: bool, **options: Any) -> pd.DataFrame:
-    """Return the extreme value of some columns in each group, and its label, indexed by the keys."""
+    """Return the extreme value of some columns in each group, and its label, indexed by the keys.
+
+    Raises ValueError for a null with ``skipna=False``, as pandas does.
+    """
     frame = rows.to_frame() if rows.ndim == 1 else rows
     keys = [key if hasattr(key, "dtype") else frame[key] for key in by]
     columns = [(frame[name], frame.index) for name in names]
@@ -187,16 +190,18 @@ def choose_labels(parts: list[Any], names: list[Any], name: Any, is_frame: bool,
     return found if is_frame else found.iloc[:, 0].rename(name)
 
 
-def _extremes(columns: list[Any], keys: list[Any], *, least: bool, **options: Any) -> pd.DataFrame:
+def _extremes(
+    columns: list[Any], keys: list[Any], *, least: bool, skipna: bool = True, **options: Any
+) -> pd.DataFrame:
     of_all = [pd.Series(key.array) for key in keys]
     groups = pd.Series(0, of_all[0].index).groupby(of_all, **options).size().index
     found = []
     for at, (values, labels) in enumerate(columns):
-        here = np.flatnonzero(values.notna())
+        here = np.flatnonzero(values.notna()) if skipna else np.arange(len(values))
         grouped = pd.Series(values.array[here]).groupby(
             [pd.Series(key.array[here]) for key in keys], **options
         )
-        chosen = grouped.idxmin() if least else grouped.idxmax()
+        chosen = grouped.idxmin(skipna=skipna) if least else grouped.idxmax(skipna=skipna)
         places = here[chosen.to_numpy()]
         pair = {f"value-{at}": values.array[places], f"label-{at}": labels.array[places]}
         pairs = pd.DataFrame(pair, index=chosen.index)

@@ -336,6 +336,10 @@ OF_LABELS: dict[str, Callable[..., Any]] = {
     ),
     "a series": lambda rows, **options: rows.x.groupby(rows.k).idxmax(**options),
     "one of the labels": lambda rows, **options: rows.groupby("k")[["j", "x"]].idxmax(**options)[["x"]],
+    "columns of numbers": lambda rows, **options: (
+        rows.assign(s="s").groupby("k").idxmin(numeric_only=True, **options)
+    ),
+    "nothing skipped": lambda rows, **options: rows.groupby("k")[["x", "j"]].idxmax(skipna=False, **options),
 }
 
 
@@ -375,6 +379,8 @@ def test_groups_without_values_have_no_label_of_the_greatest() -> None:
     lazy = dd.from_pandas(LEFT.assign(x=LEFT.x.where(LEFT.k != 3)), npartitions=4)
     with pytest.raises(ValueError, match="no values"):
         lazy.groupby("k").x.idxmax().compute()
+    with pytest.raises(ValueError, match="skipna=False"):
+        lazy.groupby("k").x.idxmax(skipna=False).compute()
 
 
 def test_rows_are_sorted_by_a_function() -> None:
