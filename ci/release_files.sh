@@ -27,8 +27,8 @@ else
     check-wheel-contents "$scratch"/dist/*.whl
     python -m pip install --quiet "$scratch"/dist/*.whl
 fi
-# The tests come from the sdist, into a folder that has no package.
-tar --extract --file "$scratch"/dist/*.tar.gz --directory "$scratch" --strip-components 1 --wildcards "*/pyproject.toml" "*/tests"
+# The tests, and the benchmarks whose faults they inject, come from the sdist, into a folder that has no package.
+tar --extract --file "$scratch"/dist/*.tar.gz --directory "$scratch" --strip-components 1 --wildcards "*/pyproject.toml" "*/tests" "*/benchmarks"
 cd "$scratch"
 python -m dask_gpurt doctor
 # They look at what the wheel has put beside the package, Dask's preload hooks, and run scripts of users with it.
