@@ -98,6 +98,9 @@ class FailingClient:
         self.error = error
         self.computed = 0
 
+    def sync(self, *_: Any) -> None:
+        """Return: nothing is held here."""
+
     def compute(self, query: Any, retries: int) -> Any:
         self.computed += 1
         if self.computed == 2:
