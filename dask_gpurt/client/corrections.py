@@ -15,19 +15,10 @@ import numpy as np
 import pandas as pd
 from dask.base import is_dask_collection
 from dask.dataframe import Series
-from dask.dataframe.dask_expr._expr import (
-    Filter,
-    Projection,
-)
+from dask.dataframe.dask_expr._expr import Filter, Projection
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
-from dask.dataframe.dask_expr._reductions import (
-    MeanAggregate,
-    NFirst,
-    NLast,
-    ShuffleReduce,
-    Sum,
-)
+from dask.dataframe.dask_expr._reductions import MeanAggregate, NFirst, NLast, ShuffleReduce, Sum
 from dask.dataframe.dask_expr._shuffle import BaseSetIndexSortValues, ShuffleBase
 from dask.utils import M
 
