@@ -150,21 +150,9 @@ def set_token(expr: Expr, token: str) -> None:
     vars(expr)["_determ_token"] = token
 
 
-def parts_of(plan: Expr) -> Iterator[Any]:
-    """Yield each expression of a plan once, in an order that depends on the plan only."""
-    seen: set[str] = set()
-    left = [plan]
-    while left:
-        expr = left.pop()
-        if name_of(expr) not in seen:
-            seen.add(name_of(expr))
-            left.extend(_made_of(expr))
-            yield expr
-
-
 def described_in_tasks(plan: Expr) -> Iterator[Any]:
     """Yield those whose metadata tasks get: joins, and the sides of those that shuffle both."""
-    for expr in parts_of(plan):
+    for expr in bottom_up(plan, _made_of):
         if isinstance(expr, Merge):
             yield from (expr, expr.left, expr.right) if isinstance(expr, HashJoinP2P) else (expr,)
 
@@ -174,7 +162,9 @@ def shapes_of(plan: Expr) -> tuple[Any, ...]:
 
     None for dimensions that making the graph does not need, and for what has no divisions.
     """
-    return tuple(_shape_of(expr) if isinstance(expr, FrameExpr) else None for expr in parts_of(plan))
+    return tuple(
+        _shape_of(expr) if isinstance(expr, FrameExpr) else None for expr in bottom_up(plan, _made_of)
+    )
 
 
 def _shape_of(expr: Any) -> tuple[Any, int | None] | None:
@@ -192,7 +182,7 @@ def _shape_of(expr: Any) -> tuple[Any, int | None] | None:
 
 def set_shapes(plan: Expr, known: Iterable[Any]) -> None:
     """Set what :func:`shapes_of` has returned, for which Dask computes metadata as it makes the graph."""
-    for expr, shape in zip(parts_of(plan), known, strict=True):
+    for expr, shape in zip(bottom_up(plan, _made_of), known, strict=True):
         if shape is not None:
             divisions, dimensions = shape
             vars(expr)["divisions"] = (None,) * divisions if isinstance(divisions, int) else divisions
@@ -225,14 +215,7 @@ def content_of(expr: Expr) -> str | None:
     a file.
     """
     tokens: dict[str, str] = {}
-    left = [expr]
-    while left:  # iterative, as in `rebuild`
-        node = left[-1]
-        missing = [each for each in node.dependencies() if name_of(each) not in tokens]
-        if missing:
-            left.extend(missing)
-            continue
-        left.pop()
+    for node in bottom_up(expr):
         if not node.dependencies() and not _is_known_input(node):
             return None
         operands = [tokens[name_of(each)] if isinstance(each, Expr) else each for each in operands_of(node)]
@@ -323,13 +306,13 @@ def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
 def rebuild_from(plan: Expr, change: Callable[[Expr, Expr], Expr]) -> Expr:
     """Rebuild a plan bottom up; the function takes each expression as it was and with replaced operands."""
     changed: dict[str, Expr] = {}
-    for expr in _bottom_up(plan, _made_of):
+    for expr in bottom_up(plan, _made_of):
         changed[name_of(expr)] = change(expr, _with_changed(expr, changed))
     return changed[name_of(plan)]
 
 
-def _bottom_up(plan: Expr, parts: Callable[[Expr], Iterable[Expr]]) -> Iterator[Expr]:
-    """Yield each expression of a plan once, after its parts."""
+def bottom_up(plan: Expr, parts: Callable[[Any], Iterable[Expr]] = Expr.dependencies) -> Iterator[Any]:
+    """Yield each expression of a plan once, after its parts, in an order that depends on the plan only."""
     seen: set[str] = set()
     left = [plan]
     while left:  # iterative: Dask computes plans that are too deep for Python's recursion limit
@@ -450,7 +433,7 @@ def _groups(plan: Expr) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     last_of: dict[str, Expr] = {}
     needed_by: dict[str, set[str]] = {}
-    for expr in reversed([*_bottom_up(plan, lambda each: each.dependencies())]):
+    for expr in reversed([*bottom_up(plan)]):
         name = name_of(expr)
         lasts = {name_of(last_of[each]) for each in needed_by.get(name, ())}
         last = last_of[next(iter(lasts))] if len(lasts) == 1 else expr

@@ -138,7 +138,7 @@ def explain_plan(planned: Planned, origins: Origins) -> Explanation:
     given = [] if planned.facts is None else planned.facts.plans
     known = {name_of(each): each for whole in given for each in whole.walk()}
     graph = graph_of(planned.plan)
-    nodes = list(_nodes(plan))
+    nodes = list(plan.walk())[::-1]  # inputs come first
     inner = [each for node in nodes for each in _parts(node)]
     facts = planned.facts
     reads: dict[str, Read] = {}
@@ -205,18 +205,6 @@ def _unwrapped(plan: Any) -> Expr:
         plan = plan.plan
     found: Expr = plan
     return found
-
-
-def _nodes(plan: Expr) -> Iterator[Expr]:
-    """Yield each expression of a plan that has tasks, its inputs before it."""
-    seen: dict[str, Expr] = {}
-    left = [plan]
-    while left:
-        node = left.pop()
-        if name_of(node) not in seen:
-            seen[name_of(node)] = node
-            left.extend(node.dependencies())
-    yield from reversed(list(seen.values()))
 
 
 def _parts(node: Expr) -> list[Any]:

@@ -54,6 +54,7 @@ from dask_gpurt.client.planning.operations import (
 from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
 from dask_gpurt.client.planning.rules.needed_columns import listed, shared_keys
+from dask_gpurt.dask_hooks.planning import bottom_up
 
 #: Operations that leave out rows.
 _CHOICES = (_expr.DropnaFrame, _expr.DropnaSeries, _expr.Filter)
@@ -212,17 +213,9 @@ def _labels_in(plan: Expr) -> tuple[dict[str, _Labels], frozenset[str]]:
 def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> dict[str, _Rows] | str:
     """Describe the rows of each expression by its name; the reason if some may depend on partitions."""
     found: dict[str, _Rows] = {}
-    left = list(results)
-    while left:
-        expr = left[-1]
-        inputs = _inputs_of(expr)
-        missing = [each for each in inputs if each._name not in found]
-        if missing:
-            left.extend(missing)
-            continue
-        left.pop()
-        if expr._name not in found:
-            rows = _rows_of(expr, [found[each._name] for each in inputs], files)
+    for result in results:
+        for expr in bottom_up(result, _inputs_of):
+            rows = _rows_of(expr, [found[each._name] for each in _inputs_of(expr)], files)
             if rows is None:
                 return f"what {type(expr).__name__} returns may depend on them"
             found[expr._name] = rows

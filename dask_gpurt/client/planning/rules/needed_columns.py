@@ -30,7 +30,7 @@ from dask_gpurt.client.planning.operations import (
     is_on_rows,
     kind_of,
 )
-from dask_gpurt.dask_hooks.planning import Expr, is_computation, name_of
+from dask_gpurt.dask_hooks.planning import Expr, bottom_up, is_computation, name_of
 
 #: Operations on columns whose result follows from the values, whichever dtype these have.
 _COMPARING = frozenset([*COMPARISONS, _expr.Between, _expr.Isin, _expr.IsNa, _expr.NotNull])
@@ -52,16 +52,7 @@ def is_condition(expr: Any) -> bool:
 
 def users_first(plan: Any) -> list[Any]:
     """Return each expression of a plan once, those that use it before it."""
-    done: dict[str, Any] = {}
-    left = [plan]
-    while left:  # iterative, as `rebuild` is
-        expr = left[-1]
-        missing = [each for each in expr.dependencies() if name_of(each) not in done]
-        if missing:
-            left.extend(missing)
-            continue
-        done.setdefault(name_of(left.pop()), expr)
-    return list(done.values())[::-1]
+    return list(bottom_up(plan))[::-1]
 
 
 def needed_columns(order: Sequence[Any]) -> dict[str, Names]:
