@@ -26,9 +26,8 @@ from typing import Any
 from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._reductions import DropDuplicates
 
-from dask_gpurt.client.planning.operations import is_no_operation
 from dask_gpurt.client.planning.reads import read_of
-from dask_gpurt.client.planning.rules.needed_columns import keys_of_join, names_in_join
+from dask_gpurt.client.planning.rules.needed_columns import keys_of_join, names_in_join, origin_of
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import Expr, collection_of, name_of, with_operand
 
@@ -69,25 +68,6 @@ def _indicator(join: Any) -> Hashable:
 def _column(join: Any, expr: Any) -> Hashable:
     is_column = type(expr) is _expr.Projection and expr.frame is join
     return expr.operand("columns") if is_column else None
-
-
-def origin_of(frame: Any, column: Hashable) -> tuple[Any, Hashable]:
-    """Return where the values of a column of a frame come from, and the name that they have there."""
-    while list(frame.columns).count(column) == 1:
-        kind = type(frame)
-        if kind is _expr.Assign and column in frame.keys:
-            value = dict(zip(frame.keys, frame.vals, strict=True))[column]
-            if type(value) is not _expr.Projection or isinstance(value.operand("columns"), list):
-                return value, column
-            frame, column = value.frame, value.operand("columns")
-        elif kind in (_expr.RenameFrame, _expr.ColumnsSetter):
-            column = frame.frame.columns[list(frame.columns).index(column)]
-            frame = frame.frame
-        elif kind in (_expr.Assign, _expr.Drop, _expr.Filter, _expr.Projection) or is_no_operation(frame):
-            frame = frame.frame
-        else:
-            return frame, column
-    return None, column
 
 
 def _is_full(frame: Any, column: Hashable, tables: TableFacts) -> bool:

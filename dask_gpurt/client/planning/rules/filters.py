@@ -54,7 +54,6 @@ from dask_gpurt.client.planning.operations import (
 from dask_gpurt.client.planning.reads import read_of
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.anti_joins import (
-    origin_of,
     repeats_keys,
     tells_matches,
     tested_column,
@@ -67,6 +66,7 @@ from dask_gpurt.client.planning.rules.needed_columns import (
     listed,
     names_in_join,
     needed_dtypes,
+    origin_of,
     shared_keys,
 )
 from dask_gpurt.client.planning.rules.row_roots import (

@@ -26,26 +26,25 @@ The figure
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from dask._expr import Expr
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
 from dask.dataframe.dask_expr._repartition import Repartition
-from dask.dataframe.dask_expr.io import parquet
-from dask.dataframe.dask_expr.io.io import FusedIO
 
-from dask_gpurt.client.planning.operations import is_no_operation, is_on_rows
-from dask_gpurt.client.planning.reads import is_idle, parquet_reads
+from dask_gpurt.client.planning.operations import is_on_rows
+from dask_gpurt.client.planning.reads import parquet_reads, read_of
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import joins_columns
-from dask_gpurt.client.planning.rules.table_sizes import Leave, independence_of
+from dask_gpurt.client.planning.rules.needed_columns import origin_of
+from dask_gpurt.client.planning.rules.table_sizes import independence_of
 from dask_gpurt.client.planning.table_facts import TableFacts
-from dask_gpurt.dask_hooks.planning import name_of, rebuild
+from dask_gpurt.dask_hooks.planning import bottom_up, name_of, rebuild_from
 
-#: Operations on single rows whose dtype follows from those of their inputs.
+#: Operations on single rows whose dtype follows from those of their inputs. Others that :func:`is_on_rows`
+#: allows infer one from all values of a partition, such as ``where``.
 _IN_PARTS = frozenset(
     [_expr.Projection, _expr.RenameFrame, _expr.RenameSeries, _expr.ToFrame, _expr.ResetIndex, _expr.Filter]
     + [_expr.EQ, _expr.NE, _expr.GT, _expr.GE, _expr.LT, _expr.LE, _expr.And, _expr.Or]
@@ -63,13 +62,16 @@ class LocalGroups:
                 reason = "has its groups as Dask makes them, since results depend on partitions"
                 facts.note(self, name_of(plan), reason)
             return plan
-        attempt = _Attempt(facts.tables, partial(facts.note, self))
         try:
-            changed = attempt.change_most(bare)
-            if not (changes := attempt.changes):
+            groups = _Groups(bare)
+            local = {
+                name: found for name, expr in groups.joined.items() if (found := self._local(expr, facts))
+            }
+            if not local:
                 return plan
-            as_dask = attempt.change(bare, by_dask=True)
-            known = [independence_of(each, facts.tables) for each in (bare, as_dask)]
+            # The rest of the plan has to be the same with groups in several partitions, also by Dask.
+            by_dask = groups.replaced({name: in_parts(groups.joined[name]) for name in local})
+            known = [independence_of(each, facts.tables) for each in (bare, by_dask)]
         except (
             OSError,  # a file has gone, which Dask finds out as it reads it
             KeyError,  # Dask cannot follow a note of how rows are divided through a renaming
@@ -82,13 +84,82 @@ class LocalGroups:
             return plan
         for each in filter(None, known):
             facts.tables.rely_on_dtypes(each)
-        for read, column in attempt.relied:
+        distinct = [name for name in local if keys_of_duplicates(groups.joined[name].frame) is not None]
+        for what, names in (("groups", list(local)), ("duplicates", distinct)):
+            for name in names:
+                text = f"has its {what} computed where rows are read, without a shuffle"
+                facts.note(self, name, text, done=True)
+            if names:
+                facts.metrics.add("planning.local.{what}", len(names), what)
+        for _, read, column in local.values():
             facts.tables.rely_on_keys(read, column)
-        for what, number in changes.items():
-            text = f"has {number} {what} computed where rows are read, without a shuffle"
-            facts.note(self, name_of(plan), text, done=True)
-            facts.metrics.add("planning.local.{what}", number, what)
-        return changed
+        return groups.replaced({name: expr for name, (expr, _, _) in local.items()})
+
+    def _local(self, groups: Any, facts: Facts) -> tuple[Expr, Any, Any] | None:
+        """Return groups made in each partition, and the read and its column of which no value is in two."""
+        rows, keys = groups.frame, list(groups.by)
+        if (columns := keys_of_duplicates(rows)) is not None:
+            groups_of_distinct = groups.substitute_parameters({"frame": deduplicated(rows)})
+            found = _key_apart(rows.frame, [column for column in columns if column in keys], facts.tables)
+            local = grouped(groups_of_distinct) if found else None
+        else:
+            found = _key_apart(rows, keys, facts.tables)
+            local = grouped(groups) if found else None
+        if found is None or local is None or not are_alike(local, groups):
+            reason = "files may share a key" if local is None else "its dtypes or names would differ"
+            facts.note(self, name_of(groups), f"is left to Dask: {reason}")
+            return None
+        return local, *found
+
+
+class _Groups:
+    """Find the groupbys of a plan whose groups, and what is made of them row by row, are only joined.
+
+    ``joined``: these groupbys, by name.
+    """
+
+    def __init__(self, plan: Expr):
+        self._plan = plan
+        #: By name of an expression of groups, the name of the groupby, and that of the latest operation by
+        #: which rows have been chosen or numbered: two need both to be the same, as pandas aligns by labels.
+        self._rows: dict[str, tuple[str, str]] = {}
+        self.joined: dict[str, Any] = {}
+        for expr in bottom_up(plan):
+            self._add(expr, {self._rows.get(name_of(each)) for each in expr.dependencies()})
+        if name_of(plan) in self._rows:
+            self._leave(self._rows[name_of(plan)])
+
+    def _add(self, expr: Any, inputs: set[tuple[str, str] | None]) -> None:
+        name, kind = name_of(expr), type(expr)
+        known = inputs - {None}
+        if not known:
+            if is_of_columns(expr):
+                self._rows[name], self.joined[name] = (name, name), expr
+        elif len(inputs) == 1 and kind in _IN_PARTS and is_on_rows(expr):
+            ((groups, latest),) = filter(None, known)
+            self._rows[name] = groups, name if kind in (_expr.Filter, _expr.ResetIndex) else latest
+        elif not is_join(expr):
+            self._leave(*filter(None, known))
+
+    def _leave(self, *rows: tuple[str, str]) -> None:
+        for groups, _ in rows:
+            self.joined.pop(groups, None)
+
+    def replaced(self, instead: dict[str, Expr]) -> Expr:
+        """Return the plan with groupbys replaced by name, whose partitions are put together to be joined."""
+
+        def change(old: Any, new: Any) -> Any:
+            if not is_join(old):
+                return instead.get(name_of(old), new)
+            pairs = zip(old.operands, new.operands, strict=True)
+            return type(new)(
+                *(Repartition(each, 1) if self._is_of(was, instead) else each for was, each in pairs)
+            )
+
+        return rebuild_from(self._plan, change)
+
+    def _is_of(self, expr: Any, groups: dict[str, Expr]) -> bool:
+        return isinstance(expr, Expr) and self._rows.get(name_of(expr), ("", ""))[0] in groups
 
 
 def are_apart(ranges: Iterable[tuple[int, int] | None]) -> bool:
@@ -107,165 +178,15 @@ def are_apart(ranges: Iterable[tuple[int, int] | None]) -> bool:
     return True
 
 
-class _Parts(NamedTuple):
-    """Describe an expression with several partitions of groups.
-
-    Operations on two of them need the same rows with the same labels, by which pandas aligns them.
-
-    ``groups``: the groupby.
-    ``rows``: the latest operation by which rows have been chosen or numbered.
-    """
-
-    groups: int
-    rows: int
-
-
-class _NotForJoin(Exception):
-    """Groups are used otherwise than in joins."""
-
-    def __init__(self, groups: int):
-        super().__init__(groups)
-        self.groups = groups
-
-
-class _Attempt:
-    """Change a plan, with the exception of some groupbys.
-
-    An expression of the plan is identified by its number in the order in which it is visited, which is always
-    the same. Names differ from one change to the next.
-
-    ``changes``: the number of expressions that the latest change has replaced, by kind.
-    ``relied``: the columns of which no value is in two files, each as a read and the name of the column.
-    """
-
-    def __init__(self, facts: TableFacts, leave: Leave) -> None:
-        self.changes: dict[str, int] = {}
-        self.relied: list[tuple[Expr, object]] = []
-        self._facts = facts
-        self._leave = leave
-        #: The groupbys that are left to Dask.
-        self._excluded: set[int] = set()
-        self._are_apart: dict[tuple[str, object], bool] = {}
-
-    def change_most(self, plan: Expr) -> Expr:
-        """Return a plan in which all groupbys are changed whose groups are only joined."""
-        while True:
-            try:
-                return self.change(plan)
-            except _NotForJoin as found:
-                self._leave(
-                    name_of(plan), f"has groups that are not only joined, by expression {found.groups}"
-                )
-                self._excluded.add(found.groups)
-
-    def change(self, plan: Expr, *, by_dask: bool = False) -> Expr:
-        """Return the changed plan.
-
-        ``by_dask``: whether its groups have the same partitions, but are grouped by Dask, in a shuffle. Rows
-        are then deduplicated as in the original plan.
-        Raises _NotForJoin if a changed groupby has to be excluded.
-        """
-        self.changes = {}
-        self._by_dask = by_dask
-        self._visited = 0
-        self._parts: dict[str, _Parts] = {}
-        changed = rebuild(plan, self._replaced)
-        if name_of(changed) in self._parts:
-            raise _NotForJoin(self._parts[name_of(changed)].groups)
-        return changed
-
-    def _replaced(self, expr: Expr) -> Expr:
-        self._visited += 1
-        parts = {self._parts[name_of(each)] for each in expr.dependencies() if name_of(each) in self._parts}
-        if parts:
-            return self._after_groups(expr, parts)
-        if self._visited in self._excluded or (keys := keys_of_groups(expr)) is None:
-            return expr
-        return self._grouped(expr, keys)
-
-    def _grouped(self, expr: Expr, keys: list[object]) -> Expr:
-        rows: Any = expr.frame
-        if (columns := keys_of_duplicates(rows)) is None:
-            local = grouped(expr) if self._are_local(rows, keys) else None
-        elif self._are_local(rows.frame, [column for column in columns if column in keys]):
-            local = grouped(expr.substitute_parameters({"frame": deduplicated(rows)}))
-        else:
-            local = None
-        if local is None or not are_alike(local, expr):
-            reason = "files may share a key" if local is None else "its dtypes or names would differ"
-            self._leave(name_of(expr), f"is left to Dask: {reason}")
-            return expr
-        if self._by_dask:
-            local = grouped_in_parts(expr)
-        self._parts[name_of(local)] = _Parts(self._visited, self._visited)
-        self._note("groups")
-        if columns is not None:
-            self._note("duplicates")
-        return local
-
-    def _note(self, what: str) -> None:
-        self.changes[what] = self.changes.get(what, 0) + 1
-
-    def _after_groups(self, expr: Expr, parts: set[_Parts]) -> Expr:
-        """Return an operation on groups that have several partitions, or the join of them as a single one."""
-        inputs = [name_of(each) for each in expr.dependencies()]
-        if is_join(expr):
-            operands = [
-                Repartition(each, 1) if isinstance(each, Expr) and name_of(each) in self._parts else each
-                for each in expr.operands
-            ]
-            return type(expr)(*operands)
-        if is_row_by_row(expr) and len(parts) == 1 and all(name in self._parts for name in inputs):
-            (part,) = parts
-            rows = self._visited if chooses_or_numbers_rows(expr) else part.rows
-            self._parts[name_of(expr)] = _Parts(part.groups, rows)
-            return expr
-        raise _NotForJoin(min(part.groups for part in parts))
-
-    def _are_local(self, rows: Expr, keys: Iterable[object]) -> bool:
-        """Return whether all rows of a key are in one partition."""
-        for key in keys:
-            if (found := origin_of(rows, key)) is None:
-                continue
-            read, column = found
-            known = (name_of(read), column)
-            if known not in self._are_apart:
-                ranges = self._facts.ranges(read, column)
-                self._are_apart[known] = are_apart(ranges) and self._facts.are_alike(read)
-            if self._are_apart[known]:
-                self.relied.append((read, column))
-                return True
-        return False
-
-
-# ---- where rows come from ---------------------------------------------------------------------------
-
-
-def origin_of(expr: Any, column: Any) -> tuple[Any, Any] | None:
-    """Return the read of Parquet files that a column comes from, and its name there; None if it is unknown.
-
-    Its values are those in the files, and its rows are in the same partitions.
-    """
-    while True:
-        if expr.ndim != 2 or column not in expr.columns:
-            return None
-        kind = type(expr)
-        read = expr.operand("_expr") if isinstance(expr, FusedIO) else expr
-        if isinstance(read, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
+def _key_apart(rows: Any, keys: Iterable[Any], tables: TableFacts) -> tuple[Any, Any] | None:
+    """Return a read, and its column that is one of the keys, if all rows of a key are in one partition."""
+    for key in keys:
+        origin, column = origin_of(rows, key)
+        if (read := read_of(origin)) is None:
+            continue
+        if are_apart(tables.ranges(read, column)) and tables.are_alike(read):
             return read, column
-        if kind is _expr.RenameFrame:
-            if not isinstance(expr.operand("columns"), Mapping):
-                return None
-            sources = [old for old in expr.frame.columns if expr.operand("columns").get(old, old) == column]
-            if len(sources) != 1:
-                return None
-            (column,) = sources
-        elif kind is _expr.Assign:
-            if column in expr.keys:
-                return None
-        elif not (kind in (_expr.Projection, _expr.Filter) or is_no_operation(expr) or is_idle(expr)):
-            return None
-        expr = expr.frame
+    return None
 
 
 # ---- operations within partitions -------------------------------------------------------------------
@@ -286,25 +207,19 @@ def deduplicated(expr: Any) -> Expr:
     return chunk
 
 
-def keys_of_groups(expr: Any) -> list[Any] | None:
-    """Return the columns of a groupby whose result is a single partition; None for another expression."""
+def is_of_columns(expr: Any) -> bool:
+    """Return whether an expression groups by columns, in no order, into a single partition."""
     if not isinstance(expr, _groupby.GroupByBase) or not isinstance(expr, _reductions.ApplyConcatApply):
-        return None
-    if expr.npartitions != 1 or expr.frame.npartitions == 1 or expr.frame.ndim != 2:
-        return None
-    keys = list(expr.by)
-    # Unobserved categories would be groups in each partition.
-    dtypes = [expr.frame._meta.dtypes.get(key) for key in keys if not isinstance(key, Expr)]
-    is_plain = len(dtypes) == len(keys) and None not in dtypes
-    return keys if is_plain and not any(map(_is_category, dtypes)) and not expr.sort else None
+        return False
+    if expr.npartitions != 1 or expr.frame.npartitions == 1 or expr.frame.ndim != 2 or expr.sort:
+        return False
+    # Unobserved categories, of pandas or cudf, would be groups in each partition.
+    dtypes = [None if isinstance(key, Expr) else expr.frame._meta.dtypes.get(key) for key in expr.by]
+    return not any(dtype is None or type(dtype).__name__ == "CategoricalDtype" for dtype in dtypes)
 
 
-def _is_category(dtype: Any) -> bool:
-    return type(dtype).__name__ == "CategoricalDtype"  # of pandas or cudf
-
-
-def grouped_in_parts(expr: Any) -> Expr:
-    """Return a groupby with as many partitions of groups as of rows, by Dask."""
+def in_parts(expr: Any) -> Expr:
+    """Return a groupby with as many partitions of groups as of rows, by Dask, in a shuffle."""
     parts: Expr = expr.substitute_parameters({"split_out": True})
     return parts
 
@@ -333,21 +248,6 @@ def _columns_of(meta: Any) -> tuple[Any, ...]:
     names = list(meta.columns) if meta.ndim == 2 else [meta.name]
     levels = [str(dtype) for dtype in getattr(meta.index, "dtypes", [meta.index.dtype])]
     return type(meta), names, dtypes, list(meta.index.names), levels
-
-
-def is_row_by_row(expr: Any) -> bool:
-    """Return whether an operation can be done in each partition of groups.
-
-    It is on each row by itself, and neither its values nor its dtype follow from other rows. Others that
-    :func:`is_on_rows` allows infer a dtype from all values of a partition, such as ``where``, which makes
-    floats of integers where a row does not match.
-    """
-    return type(expr) in _IN_PARTS and is_on_rows(expr)
-
-
-def chooses_or_numbers_rows(expr: Any) -> bool:
-    """Return whether the rows of the result, or their labels, are others than those of the input."""
-    return type(expr) in (_expr.Filter, _expr.ResetIndex)
 
 
 def is_join(expr: Any) -> bool:

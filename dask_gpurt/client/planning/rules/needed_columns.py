@@ -13,7 +13,7 @@ Why it may be trusted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -183,6 +183,25 @@ def names_in_join(join: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
         for side, suffix in zip((join.left, join.right), join.suffixes, strict=True)
     )
     return left_names, right_names
+
+
+def origin_of(frame: Any, column: Hashable) -> tuple[Any, Hashable]:
+    """Return where the values of a column of a frame come from, and the name that they have there."""
+    while list(frame.columns).count(column) == 1:
+        kind = type(frame)
+        if kind is _expr.Assign and column in frame.keys:
+            value = dict(zip(frame.keys, frame.vals, strict=True))[column]
+            if type(value) is not _expr.Projection or isinstance(value.operand("columns"), list):
+                return value, column
+            frame, column = value.frame, value.operand("columns")
+        elif kind in (_expr.RenameFrame, _expr.ColumnsSetter):
+            column = frame.frame.columns[list(frame.columns).index(column)]
+            frame = frame.frame
+        elif kind in (_expr.Assign, _expr.Drop, _expr.Filter, _expr.Projection) or is_no_operation(frame):
+            frame = frame.frame
+        else:
+            return frame, column
+    return None, column
 
 
 def _of_groups(groups: Any, names: Names) -> Needs:
