@@ -34,21 +34,15 @@ def advise(plan: Explanation, run: Run) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for _, text in hints[:MOST_HINTS]))
 
 
-def _wall(seconds: float, run: Run) -> float:
-    return seconds / max(1, run.threads)
-
-
 def functions_of_the_user(plan: Explanation, run: Run) -> Iterator[Hint]:
     """Find Python functions that are called for each row or partition."""
     for step in run.steps:
         for name in re.findall(r"apply [^,]+", step.label):
-            yield (
-                _wall(step.computing, run),
-                (
-                    f"`{name}` is part of tasks that took {format_time(step.computing)}: expressions of "
-                    "columns, such as `where`, `isin`, `str` and arithmetic, run without Python on each row"
-                ),
+            text = (
+                f"`{name}` is part of tasks that took {format_time(step.computing)}: expressions of columns, "
+                "such as `where`, `isin`, `str` and arithmetic, run without Python on each row"
             )
+            yield step.computing / run.threads, text
 
 
 def short_tasks(plan: Explanation, run: Run) -> Iterator[Hint]:
@@ -56,54 +50,45 @@ def short_tasks(plan: Explanation, run: Run) -> Iterator[Hint]:
     for step in run.steps:
         mean = step.computing / max(1, step.tasks)
         if step.tasks >= MANY_TASKS and mean < SHORT_TASK_S:
-            yield (
-                _wall(step.tasks * SHORT_TASK_S, run),
-                (
-                    f"{step.tasks:,} tasks of {step.label} take {format_time(mean)} each, no longer than "
-                    "it takes to schedule one: read fewer, larger partitions (`blocksize`), or `repartition`"
-                ),
+            text = (
+                f"{step.tasks:,} tasks of {step.label} take {format_time(mean)} each, no longer than it "
+                "takes to schedule one: read fewer, larger partitions (`blocksize`), or `repartition`"
             )
+            yield step.tasks * SHORT_TASK_S / run.threads, text
 
 
 def reads_left(plan: Explanation, run: Run) -> Iterator[Hint]:
     """Find tables that stay in the partitions that Dask makes, although these are more than threads."""
     for read in plan.reads:
-        if read.partitions <= run.threads or "depend on partitions" not in read.why:
-            continue
-        taken = sum(step.computing for step in run.steps if f"read {read.table}" in step.label)
-        yield (
-            _wall(taken, run) / 2,
-            (
+        if read.partitions > run.threads and "depend on partitions" in read.why:
+            taken = sum(step.computing for step in run.steps if f"read {read.table}" in step.label)
+            text = (
                 f"{read.table} is read in {read.partitions} partitions, since the result may depend on them "
                 "(an order or labels of rows): sort the result, or reset its index, at the end"
-            ),
-        )
+            )
+            yield taken / run.threads / 2, text
 
 
 def waiting_for_inputs(plan: Explanation, run: Run) -> Iterator[Hint]:
     """Find steps that wait for data from other workers."""
     for step in run.steps:
         if step.waiting > step.computing:
-            yield (
-                _wall(step.waiting, run),
-                (
-                    f"{step.label} waited {format_time(step.waiting)} for data from other workers: leave out "
-                    "rows and columns before it, or `persist` what is used again"
-                ),
+            text = (
+                f"{step.label} waited {format_time(step.waiting)} for data from other workers: leave out "
+                "rows and columns before it, or `persist` what is used again"
             )
+            yield step.waiting / run.threads, text
 
 
 def idle_threads(plan: Explanation, run: Run) -> Iterator[Hint]:
     """Find out whether there was too little to do at a time."""
     partitions = max((read.partitions for read in plan.reads), default=0)
     if run.busy < 0.5 and 0 < partitions < run.threads:
-        yield (
-            (run.last - run.first) * (1 - run.busy),
-            (
-                f"{run.threads} threads were busy {run.busy:.0%} of the time, since the largest table has "
-                f"{partitions} partitions: write it as more files, or read smaller ones (`blocksize`)"
-            ),
+        text = (
+            f"{run.threads} threads were busy {run.busy:.0%} of the time, since the largest table has "
+            f"{partitions} partitions: write it as more files, or read smaller ones (`blocksize`)"
         )
+        yield (run.last - run.first) * (1 - run.busy), text
 
 
 def large_result(plan: Explanation, run: Run) -> Iterator[Hint]:
@@ -111,42 +96,32 @@ def large_result(plan: Explanation, run: Run) -> Iterator[Hint]:
     after = run.seconds - run.last
     size = max((step.bytes / max(1, step.tasks) for step in run.steps), default=0)
     if after > 0 and size >= LARGE_RESULT:
-        yield (
-            after,
-            (
-                f"the result of {format_bytes(int(size))} took {format_time(after)} to the client: aggregate "
-                "it first, `persist` it on the cluster, or write it with `to_parquet`"
-            ),
+        text = (
+            f"the result of {format_bytes(int(size))} took {format_time(after)} to the client: aggregate it "
+            "first, `persist` it on the cluster, or write it with `to_parquet`"
         )
+        yield after, text
 
 
 def planning(plan: Explanation, run: Run) -> Iterator[Hint]:
     """Find out whether planning took a large part."""
     if plan.seconds > 0.2 * run.seconds:
-        yield (
-            plan.seconds,
-            (
-                f"planning took {format_time(plan.seconds)} of {format_time(run.seconds)}; the next run "
-                "of an equal plan finds it in the cache"
-            ),
+        text = (
+            f"planning took {format_time(plan.seconds)} of {format_time(run.seconds)}; the next run of an "
+            "equal plan finds it in the cache"
         )
+        yield plan.seconds, text
 
 
 def shuffles_left(plan: Explanation, run: Run) -> Iterator[Hint]:
     """Find shuffles that do not go through the runtime."""
     for text in plan.methods:
         taken = sum(step.computing + step.waiting for step in run.steps if "shuffle" in step.label)
-        yield _wall(taken, run), f"Dask did {text}; `dask gpurt doctor` says how to change that"
+        yield taken / run.threads, f"Dask did {text}; `dask gpurt doctor` says how to change that"
 
 
 #: All that is looked for.
 HINTS: tuple[Callable[[Explanation, Run], Iterator[Hint]], ...] = (
-    functions_of_the_user,
-    short_tasks,
-    reads_left,
-    waiting_for_inputs,
-    idle_threads,
-    large_result,
-    planning,
-    shuffles_left,
+    *(functions_of_the_user, short_tasks, reads_left, waiting_for_inputs, idle_threads, large_result),
+    *(planning, shuffles_left),
 )

@@ -91,8 +91,22 @@ class RuleNote:
         return f"{self.rule}: {self.what} {self.text}"
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Printed:
+    """Show lines of text in a console and a notebook."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(Printed):
     """Hold the physical plan of a computation, which is readable in a console and a notebook.
 
     ``tasks``: the number of tasks.
@@ -110,15 +124,10 @@ class Explanation:
     shuffles: tuple[Step, ...] = ()
     notes: tuple[RuleNote, ...] = ()
     methods: tuple[str, ...] = ()
-    names: dict[str, str] = field(default_factory=dict, repr=False)
+    names: dict[str, str] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(repr(self))}</pre>"
-
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
+        """Yield the lines."""
         yield f"{_count(self.tasks, 'task')}, planned in {format_time(self.seconds)}"
         yield from _section("reads", self.reads)
         yield from _section("joins", self.joins)
@@ -134,7 +143,9 @@ def explain_plan(planned: Planned, origins: Origins) -> Explanation:
     ``planned``: the plan, as it was made.
     ``origins``: finds the lines of the program.
     """
-    plan = _unwrapped(planned.plan)
+    plan: Any = planned.plan
+    while isinstance(plan, PlanWrapper):
+        plan = plan.plan
     given = [] if planned.facts is None else planned.facts.plans
     known = {name_of(each): each for whole in given for each in whole.walk()}
     graph = graph_of(planned.plan)
@@ -170,7 +181,10 @@ def _labels(
     ``graph``, ``fused``: the tasks before and after chains of them are fused: a task then does what others
     did before it.
     """
-    words = {name_of(node): _words(node, origins) for node in nodes}
+    words = {
+        name_of(node): [word for each in reversed(_parts(node)) if (word := _word(each, origins))]
+        for node in nodes
+    }
     needed: dict[str, set[str]] = {}
     for key, task in graph.items():
         needed.setdefault(prefix_of(key), set()).update(map(prefix_of, task.dependencies))
@@ -185,10 +199,6 @@ def _labels(
     return {prefix: ", ".join(dict.fromkeys(done_by(prefix))) for prefix in kept}
 
 
-def _words(node: Expr, origins: Origins) -> list[str]:
-    return [word for each in reversed(_parts(node)) if (word := _word(each, origins))]
-
-
 def _word(expr: Any, origins: Origins) -> str:
     if (read := read_of(expr)) is not None:
         return f"read {_table(read)}"
@@ -198,13 +208,6 @@ def _word(expr: Any, origins: Origins) -> str:
 
 
 # ---- nodes of a plan --------------------------------------------------------------------------------
-
-
-def _unwrapped(plan: Any) -> Expr:
-    while isinstance(plan, PlanWrapper):
-        plan = plan.plan
-    found: Expr = plan
-    return found
 
 
 def _parts(node: Expr) -> list[Any]:
@@ -249,10 +252,8 @@ def _shown_filters(filters: Any) -> str:
 
 
 def _bytes_of(read: Any, facts: Facts | None) -> int | None:
-    if facts is None:
-        return None
     try:
-        sampled = facts.tables.sample(read)
+        sampled = None if facts is None else facts.tables.sample(read)
     except OSError:  # not a local file, or it has gone
         return None
     if sampled is None or not sampled[1]:
@@ -263,10 +264,8 @@ def _bytes_of(read: Any, facts: Facts | None) -> int | None:
 
 def _why(read: Any, facts: Facts | None, known: dict[str, Expr]) -> str:
     """Return the last that a rule noted of the partitions of a read, or of those of the whole plan."""
-    if facts is None:
-        return "as Dask makes it"
     found = "as Dask makes it"
-    for note in facts.notes:
+    for note in () if facts is None else facts.notes:
         of = known.get(note.expression)
         is_of_read = of is not None and (each := read_of(of)) is not None and name_of(each) == name_of(read)
         if is_of_read or (of is not None and "reads" in note.text and read_of(of) is None):

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from dask.utils import format_bytes, format_time
 
-from dask_gpurt.client.explain.plan import Explanation, prefix_of
+from dask_gpurt.client.explain.plan import Explanation, Printed, prefix_of
 
 #: The most steps that are printed; those that took longest come first.
 PRINTED_STEPS = 12
@@ -92,11 +91,11 @@ def measure(
         for label, (n, computing, waiting, size) in sums.items()
     ]
     steps.sort(key=lambda step: -(step.computing + step.waiting))
-    return Run(ended - began, max(0.0, first - began), max(0.0, last - began), threads, tuple(steps))
+    return Run(ended - began, max(0.0, first - began), max(0.0, last - began), max(1, threads), tuple(steps))
 
 
 @dataclass(frozen=True, repr=False)
-class Analysis:
+class Analysis(Printed):
     """Hold the plan of a computation that has run, what was measured, and what to change.
 
     ``plan``: the plan.
@@ -108,13 +107,8 @@ class Analysis:
     run: Run
     advice: tuple[str, ...]
 
-    def __repr__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(repr(self))}</pre>"
-
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
+        """Yield the lines."""
         run = self.run
         yield repr(self.plan)
         yield (
