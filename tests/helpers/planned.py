@@ -19,7 +19,7 @@ from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt.client.planning import PlanningCache
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
-from dask_gpurt.client.planning.rules.partition_size import Broadcast, PartitionSize
+from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.store import Store
 from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.counting import Choices
@@ -75,8 +75,8 @@ class Planner:
 
 
 def by_size(tuned: Any, facts: Facts) -> Any:
-    """Return a tuned plan that the rules which go by size have changed."""
-    return PartitionSize().apply(Broadcast().apply(tuned, facts), facts)
+    """Return a tuned plan that the rule which goes by size has changed."""
+    return PartitionSize().apply(tuned, facts)
 
 
 def value_of(plan: Any) -> Any:

@@ -18,7 +18,7 @@ from dask_gpurt.client.planning.cache import Planned
 from dask_gpurt.client.planning.origins import Origins, kind_of, listed, named
 from dask_gpurt.client.planning.reads import count_columns, files_of, read_of
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.table_sizes import bytes_in_memory
+from dask_gpurt.client.planning.rules.partition_size import bytes_in_memory
 from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, fused_into, graph_of, name_of
 from dask_gpurt.dask_hooks.types import GraphNode
 from dask_gpurt.observe import MethodChoice

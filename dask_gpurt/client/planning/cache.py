@@ -48,7 +48,7 @@ from dask_gpurt.client.planning.rules.coded_groups import CodedGroups
 from dask_gpurt.client.planning.rules.filters import Filters
 from dask_gpurt.client.planning.rules.group_sizes import GroupSizes
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
-from dask_gpurt.client.planning.rules.partition_size import Broadcast, PartitionSize
+from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.rules.renaming import Renaming
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
 from dask_gpurt.client.planning.rules.skipped_files import SkipFiles
@@ -99,7 +99,7 @@ EARLY_RULES: tuple[Rule, ...] = (RowChoices(), Unequal(), GroupSizes(), Renaming
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
 RULES: tuple[Rule, ...] = (
     *(SortOnce(), SkipFiles(), JoinOrder()),
-    *(Broadcast(), PartitionSize(), LocalGroups(), WholeGroups(), CodedGroups()),
+    *(PartitionSize(), LocalGroups(), WholeGroups(), CodedGroups()),
 )
 
 

@@ -13,10 +13,9 @@ from dask_gpurt.client.planning.join_order.estimates import RowEstimates, Unknow
 from dask_gpurt.client.planning.join_order.graph import JoinFinder, JoinGraph, OrderError, Tree
 from dask_gpurt.client.planning.reads import parquet_reads
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import numbered
+from dask_gpurt.client.planning.rules.dependence import independence_of, numbered
 from dask_gpurt.client.planning.rules.needed_columns import listed
 from dask_gpurt.client.planning.rules.row_roots import RowRoots
-from dask_gpurt.client.planning.rules.table_sizes import independence_of
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild_from
 
 #: What an order may cost at most, of what that of the program costs, to be taken: estimates are not exact.

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from itertools import compress
 from typing import Any, NamedTuple, cast
 
 from dask._expr import Expr, _ExprSequence
@@ -54,7 +55,8 @@ from dask_gpurt.client.planning.operations import (
 from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
 from dask_gpurt.client.planning.rules.needed_columns import listed, shared_keys
-from dask_gpurt.dask_hooks.planning import bottom_up
+from dask_gpurt.client.planning.table_facts import Independence, TableFacts
+from dask_gpurt.dask_hooks.planning import bottom_up, in_sequence
 
 #: Operations that leave out rows.
 _CHOICES = (_expr.DropnaFrame, _expr.DropnaSeries, _expr.Filter)
@@ -159,6 +161,31 @@ def why_dependent(plan: Expr, files: Mapping[str, Columns] | None = None) -> str
     if isinstance(found, str):
         return found
     return next(filter(None, (_shows_partitions(found[each._name]) for each in results)), None)
+
+
+def independent_part(plan: Expr) -> tuple[Expr, frozenset[str]]:
+    """Return those results of a plan that do not depend on partitions, and the names of all in the others."""
+    results = list(plan.operands) if isinstance(plan, _ExprSequence) else [plan]
+    free = [why_dependent(each) is None for each in results]
+    kept = (each for each, is_free in zip(results, free, strict=True) if not is_free)
+    names = frozenset(str(each._name) for result in kept for each in result.walk())
+    return in_sequence(*compress(results, free)), names
+
+
+def independence_of(plan: Expr, facts: TableFacts) -> Independence | None:
+    """Return on what of its tables a plan relies so that its result does not depend on partitions.
+
+    ``plan``: a tuned plan.
+    ``facts``: tells which dtypes of the tables vary.
+    Returns None if the result may depend on partitions.
+    Raises OSError if a file cannot be read.
+    """
+    if (tables := facts.columns(plan)) is None:
+        return None
+    with_any_nulls = {name: Columns(columns.varying) for name, columns in tables.items()}
+    if not depends_on_partitions(plan, with_any_nulls):
+        return Independence(plan, without_nulls=False)
+    return None if depends_on_partitions(plan, tables) else Independence(plan, without_nulls=True)
 
 
 def _shows_partitions(rows: _Rows) -> str | None:

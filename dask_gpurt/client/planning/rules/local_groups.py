@@ -37,9 +37,8 @@ from dask.dataframe.dask_expr._repartition import Repartition
 from dask_gpurt.client.planning.operations import is_on_rows
 from dask_gpurt.client.planning.reads import parquet_reads, read_of
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import joins_columns
+from dask_gpurt.client.planning.rules.dependence import independence_of, joins_columns
 from dask_gpurt.client.planning.rules.needed_columns import origin_of
-from dask_gpurt.client.planning.rules.table_sizes import independence_of
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import bottom_up, name_of, rebuild_from
 

@@ -28,25 +28,95 @@ The figure
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
+from dask_gpurt.client.planning.footers import Column
+from dask_gpurt.client.planning.reads import ParquetRead, parquet_reads
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, Leave, TableRead, with_partitions
-from dask_gpurt.dask_hooks.planning import Expr
+from dask_gpurt.client.planning.rules.dependence import independence_of, independent_part, labels_shown
+from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
+
+#: The most files that are put together, since a task opens one after the other. Dask's own limit is 100.
+MOST_FILES = 100
 
 
-class Broadcast:
-    """Read small tables as a single partition."""
+@dataclass(frozen=True)
+class TableRead:
+    """Describe a read of a table's files.
+
+    ``bytes``: the estimated size of the columns that are read, in memory.
+    ``files``: the number of files.
+    ``partitions``: the number of partitions that it is read in.
+    ``partition``: the bytes of a partition up to which its files are put together; 0 to leave that to Dask.
+    ``small``: the bytes up to which it is small.
+    """
+
+    bytes: int
+    files: int
+    partitions: int
+    partition: int
+    small: int
+
+
+#: Called with the name of a read that is left to Dask, and the reason.
+Leave = Callable[[str, str], None]
+
+
+class PartitionSize:
+    """Read small tables as a single partition, and others in as many as their size calls for."""
 
     def apply(self, plan: Expr, facts: Facts) -> Expr:
-        """Return a plan in which small tables are single partitions."""
-        changed, number, _ = with_partitions(
-            self, plan, facts, partial(choose_small, workers=facts.sizes.workers)
-        )
-        if number:
-            facts.metrics.add("planning.reads.{outcome}", number, "by-size")
+        """Return a plan with other numbers of partitions; a read that is changed already stays so."""
+        bare, dependent = facts.bare(plan)
+        reads = parquet_reads(bare)
+        if reads and (dependent or not facts.sizes.threads):
+            reason = f"results depend on partitions: {dependent}" if dependent else "there are no workers"
+            facts.note(self, name_of(plan), f"has its reads as Dask makes them, since {reason}")
+        part, kept = independent_part(bare) if dependent else (bare, frozenset[str]())
+        found = {name: read for name, read in reads.items() if name not in kept}
+        chosen = self._chosen(part, found, facts) if found and facts.sizes.threads else {}
+        for outcome, number in (("by-size", len(chosen)), ("as-dask", len(reads) - len(chosen))):
+            if number:
+                facts.metrics.add("planning.reads.{outcome}", number, outcome)
+        if not chosen:
+            return plan
+        shown = labels_shown(part)
+
+        def change(expr: Expr) -> Expr:
+            if (name := name_of(expr)) not in chosen:
+                return expr
+            return found[name].with_partitions(chosen[name], labelled=name in shown)
+
+        for name, number in chosen.items():
+            text = f"is read in {number} partitions, not {found[name].expr.npartitions}"
+            facts.note(self, name, text, done=True)
+        changed = rebuild(bare, change)
+        if not dependent:
+            facts.note_bare(changed)
         return changed
+
+    def _chosen(self, plan: Expr, found: Mapping[str, ParquetRead], facts: Facts) -> Mapping[str, int]:
+        """Return the number of partitions of each read for which it changes; none if a file has gone."""
+
+        def leave(name: str, reason: str) -> None:
+            facts.note(self, name, reason)
+
+        try:
+            tables = _tables(found, facts, leave)
+            chosen = choose_small(tables, leave, workers=facts.sizes.workers)
+            rest = {name: read for name, read in tables.items() if name not in chosen}
+            chosen |= choose_partitions(rest, leave, threads=facts.sizes.threads)
+            known = independence_of(plan, facts.tables) if chosen else None
+        except OSError as error:  # Dask finds out as it reads it
+            leave(name_of(plan), f"has its reads as Dask makes them: {error!r}")
+            return {}
+        if known is None:
+            if chosen:
+                leave(name_of(plan), "has its reads as Dask makes them, since dtypes vary from file to file")
+            return {}
+        facts.tables.rely_on_dtypes(known)
+        return chosen
 
 
 def choose_small(reads: Mapping[str, TableRead], leave: Leave, *, workers: int) -> dict[str, int]:
@@ -78,21 +148,6 @@ def _why_not(read: TableRead, largest: int, workers: int) -> str | None:
     return None
 
 
-class PartitionSize:
-    """Put together the files of tables that are not small."""
-
-    def apply(self, plan: Expr, facts: Facts) -> Expr:
-        """Return a plan whose reads have as many partitions as their sizes call for."""
-        changed, number, left = with_partitions(
-            self, plan, facts, partial(choose_partitions, threads=facts.sizes.threads)
-        )
-        if number:
-            facts.metrics.add("planning.reads.{outcome}", number, "by-size")
-        if left:
-            facts.metrics.add("planning.reads.{outcome}", left, "as-dask")
-        return changed
-
-
 def choose_partitions(reads: Mapping[str, TableRead], leave: Leave, *, threads: int) -> dict[str, int]:
     """Return the number of partitions of each read for which it changes.
 
@@ -112,3 +167,32 @@ def choose_partitions(reads: Mapping[str, TableRead], leave: Leave, *, threads: 
         else:
             leave(name, f"has {read.partitions} partitions, no more than the {number} needed")
     return chosen
+
+
+# ---- sizes ------------------------------------------------------------------------------------------
+
+
+def _tables(found: Mapping[str, ParquetRead], facts: Facts, leave: Leave) -> dict[str, TableRead]:
+    """Describe the reads; a table of which a column is not known, by its name, is left to Dask."""
+    tables: dict[str, TableRead] = {}
+    for name, read in found.items():
+        if (sampled := facts.tables.sample(read.read)) is None:
+            leave(name, "is left to Dask: a column is not in its files")
+            continue
+        files, sample = sampled
+        mean = sum(map(bytes_in_memory, sample)) / max(len(sample), 1)
+        limits = facts.sizes.of(read.blocksize)
+        tables[name] = TableRead(int(files * mean), math.ceil(files), read.expr.npartitions, *limits)
+    return tables
+
+
+def bytes_in_memory(columns: Iterable[Column]) -> int:
+    """Estimate the size of columns in memory from what footers say.
+
+    A value of fixed width takes at most 8 bytes. Strings are kept as they are, or, if few of them differ, as
+    numbers in the file, which hides their length; 16 bytes each include offsets.
+    """
+    return sum(
+        column.rows * 8 if column.has_fixed_width else max(column.encoded, column.rows * 16)
+        for column in columns
+    )

@@ -32,9 +32,8 @@ from dask_gpurt.client.planning.footers import Footer
 from dask_gpurt.client.planning.operations import is_of_pandas
 from dask_gpurt.client.planning.reads import files_of_partitions, parquet_reads
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import labels_shown
+from dask_gpurt.client.planning.rules.dependence import independent_part, labels_shown
 from dask_gpurt.client.planning.rules.filters import conditions_on_reads
-from dask_gpurt.client.planning.rules.table_sizes import independent_part
 from dask_gpurt.client.planning.table_facts import MOST_FILES
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 

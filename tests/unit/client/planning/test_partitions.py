@@ -25,8 +25,14 @@ from dask_gpurt.client.lowering import Lowering, lower_with
 from dask_gpurt.client.planning.footers import Column, Footer
 from dask_gpurt.client.planning.reads import FewerPartitions, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
-from dask_gpurt.client.planning.rules.partition_size import Broadcast, choose_partitions, choose_small
-from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, TableRead, bytes_in_memory
+from dask_gpurt.client.planning.rules.partition_size import (
+    MOST_FILES,
+    PartitionSize,
+    TableRead,
+    bytes_in_memory,
+    choose_partitions,
+    choose_small,
+)
 from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.examples import examples
@@ -58,7 +64,7 @@ def leave(read: str, reason: str) -> None:
 
 
 def choose(tables: dict[str, TableRead], *, workers: int, threads: int) -> dict[str, int]:
-    """Return the number of partitions of each read that either rule changes, one after the other."""
+    """Return the number of partitions of each read that changes."""
     small = choose_small(tables, leave, workers=workers)
     rest = {name: read for name, read in tables.items() if name not in small}
     return small | choose_partitions(rest, leave, threads=threads)
@@ -562,7 +568,7 @@ def test_a_query_that_cannot_be_planned_by_size_is_planned_by_dask(
         planner.sizes = WHOLE
         with dask.config.set(scheduler=None), planner.used():
             values.append(value_of(planner.cache.optimise(optimize_until, expr, "simplified-physical")))
-        monkeypatch.setattr(Broadcast, "apply", fail)
+        monkeypatch.setattr(PartitionSize, "apply", fail)
     assert [planner.count("reads.by-size") for planner in planners] == [1, 0]
     assert [[*planner.metrics.snapshot()["fallbacks"]] for planner in planners] == [[], ["planning.as-dask"]]
     assert values[0] == values[1]
