@@ -83,7 +83,7 @@ LOST_KEYS_OP = "gpurt-lost"
 #: Bytes of each tier; as a metric too, in case a message is lost.
 MEMORY_OP = "gpurt-memory"
 MEMORY_METRIC = "gpurt_memory"
-#: ``place, name, devices``: where on its host a worker runs, and what the host of that name has.
+#: ``place, joins``: where on its host a worker runs, and the links between GPUs of that host.
 PLACE_OP = "gpurt-place"
 #: ``totals``: tuples of peer, path, bytes, seconds, transfers.
 TRAFFIC_OP = "gpurt-traffic"

@@ -406,7 +406,7 @@ HTTP = SeamGroup(
         Seam("distributed.http.routing:RoutingApplication.add_application", "self application"),
         Seam("distributed.node:ServerNode.start_http_server"),
     ),
-    without="the JSON API is served only if 'distributed.scheduler.http.routes' lists its module",
+    without="the dashboard does not list the page of the runtime",
 )
 #: The connection of a client to its scheduler.
 RECONNECTING = SeamGroup(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -230,26 +230,11 @@ class ClusterMemory:
         """Return the workers that have reported, sorted."""
         return sorted(self._capacity)
 
-    def totals(self) -> list[dict[str, Any]]:
-        """Return the sums over all workers as a row for each tier; see :meth:`rows`."""
-        totals = []
-        for tier in map(str, Tier):
-            sums: Counter[str] = Counter()
-            for worker, capacity in self._capacity.items():
-                row = self._row(worker, tier, capacity[tier])
-                del row["worker"], row["tier"]
-                sums.update(row)
-            totals.append({"tier": tier, "capacity": 0, "headroom": 0, **dict.fromkeys(KINDS, 0), **sums})
-        return totals
-
-    def rows(self, workers: Iterable[str] | None = None) -> list[dict[str, Any]]:
-        """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind.
-
-        ``workers``: workers that have reported; by default all of them.
-        """
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind."""
         return [
             self._row(worker, str(tier), self._capacity[worker][str(tier)])
-            for worker in (self.workers() if workers is None else workers)
+            for worker in self.workers()
             for tier in Tier
         ]
 
@@ -258,14 +243,14 @@ class ClusterMemory:
         headroom = capacity - kinds[PARTITIONS] - kinds[SHARDS] - kinds[RESERVATIONS]
         return {"worker": worker, "tier": tier, "capacity": capacity, "headroom": headroom, **kinds}
 
-    def rows_by_prefix(self, workers: Iterable[str] | None = None) -> list[dict[str, Any]]:
+    def rows_by_prefix(self) -> list[dict[str, Any]]:
         """Return a row for each worker, tier and task prefix with bytes.
 
-        For shards and reservations the kind is the prefix too. For the parameter see :meth:`rows`.
+        For shards and reservations the kind is the prefix too.
         """
         return [
             {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}
-            for worker in (self.workers() if workers is None else workers)
+            for worker in self.workers()
             for tier in Tier
             for kind, prefix, nbytes in self._named(worker, str(tier))
         ]

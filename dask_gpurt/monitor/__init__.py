@@ -1,1 +1,1 @@
-"""What people look at: pages, JSON, traces, waits."""
+"""What people look at: pages, traces, waits."""

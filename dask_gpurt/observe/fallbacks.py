@@ -105,8 +105,6 @@ class Fallback(Enum):
     OVERLAP_UNCAPPED = "overlap.uncapped", "kernels are not capped beside a shuffle"
     OVERLAP_HANDED_OVER_EARLY = "overlap.handed-over-early", "memory is reused before pending work ends"
 
-    OBSERVE_JSON_API = "observe.json-api", "the JSON API is not served"
-
     def __init__(self, id: str, text: str):
         self.id = id
         self.text = text

@@ -1,6 +1,6 @@
 """Map the tiers of a worker to their display names. Pure.
 
-Metrics and the JSON API use the same names on all workers: the tier in which tasks compute is ``device``,
+Metrics use the same names on all workers: the tier in which tasks compute is ``device``,
 and published shards count beside it. On a worker without a GPU that tier is host memory, and the pool of
 published shards is in shared memory. Whatever is printed for people uses the display names.
 """

@@ -291,7 +291,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.cluster_memory.forget(worker)
         self.reports.remove(worker)
         self.workers.remove(worker)
-        self.places.remove(worker)
+        self.places.topology.remove(worker)
         if self.placement is not None:
             self.placement.on_worker_removed(worker)
 

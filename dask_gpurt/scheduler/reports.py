@@ -7,7 +7,7 @@ include everything up to its last heartbeat, or up to the last report that it ha
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +30,6 @@ from dask_gpurt.protocol import (
 )
 from dask_gpurt.scheduler.worker_calls import ask, ask_all
 from dask_gpurt.topology import Link, Place, Topology
-from dask_gpurt.topology.hosts import Host
 from dask_gpurt.worker.tracing import LEASE_S, Recorder, packed
 
 #: How long to wait for a worker, which may be busy, in seconds; less for the doctor, which a user waits for.
@@ -271,27 +270,18 @@ class SchedulerTopology:
         self._scheduler = scheduler
         self._moved = moved
         self.topology = Topology()
-        self._hosts: dict[str, Host] = {}
 
     # ---- places of workers -------------------------------------------------------------
 
-    def placed(self, worker: str, place: dict[str, Any], name: str, devices: dict[str, Any]) -> None:
-        """Place a worker that reports its place and what its host has (stream handler)."""
+    def placed(self, worker: str, place: dict[str, Any], joins: list[tuple[str, str, str]]) -> None:
+        """Place a worker that reports its place and the links between GPUs of its host (stream handler)."""
         if worker in self._scheduler.workers:
             reported = Place(**place)
             self.topology.add(worker, reported)
-            host = Host.of(name, devices)
-            if host.gpus or reported.host not in self._hosts:  # not where NVML has failed for this worker
-                self._hosts[reported.host] = host
-                self.topology.describe(reported.host, host.joins)
+            if joins:  # none where NVML has failed for this worker
+                found = {frozenset((one, other)): Link(link) for one, other, link in joins}
+                self.topology.describe(reported.host, found)
             self._moved(worker)
-
-    def remove(self, worker: str) -> None:
-        """Forget a worker that has left."""
-        place = self.topology.place(worker)
-        self.topology.remove(worker)
-        if place is not None and not self.topology.on_host(place.host):
-            self._hosts.pop(place.host, None)
 
     # ---- speeds of links ---------------------------------------------------------------
 
@@ -302,23 +292,3 @@ class SchedulerTopology:
                 continue  # one of them has left, or has not reported its place yet
             if self.topology.link(peer, worker, path == COMMS) in LINKS_OF_PATH.get(path, ()):
                 self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the topology as plain values."""
-        names = self._names()
-        workers = {}
-        for worker in self._scheduler.workers:
-            place = self.topology.place(worker)
-            if place is not None and place.host in names:
-                known = any(gpu.id == place.device for gpu in self._hosts[place.host].gpus)
-                workers[worker] = {"host": names[place.host], "gpu": place.device if known else None}
-        return {
-            "speeds": {str(link): vars(speed) for link, speed in self.topology.measured().items()},
-            "hosts": {names[host]: described.to_dict() for host, described in self._hosts.items()},
-            "workers": workers,
-        }
-
-    def _names(self) -> dict[str, str]:
-        """Return the names of hosts by their ids; hosts that share a name keep their ids."""
-        count = Counter(host.name for host in self._hosts.values())
-        return {id: host.name if count[host.name] == 1 else id for id, host in self._hosts.items()}

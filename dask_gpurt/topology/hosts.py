@@ -1,4 +1,4 @@
-"""Describe a host: its GPUs, the links between them, its RDMA NICs, and the places of processes on it.
+"""Describe a host: its GPUs, the links between them, whether it has RDMA, and the places of processes on it.
 
 Decisions and their figures: ``docs/decisions/placement.md``.
 """
@@ -34,7 +34,6 @@ class Gpu:
 
     id: str
     index: int
-    name: str = ""
     parent: str | None = None
 
 
@@ -43,40 +42,12 @@ class Host:
     """Describe one host.
 
     ``joins``: the link between each pair of GPUs, by their ids.
-    ``nics``: the names of RDMA devices that are up.
+    ``rdma``: whether an RDMA device is up.
     """
 
-    name: str
     gpus: tuple[Gpu, ...] = ()
     joins: Mapping[Devices, Link] = field(default_factory=dict)
-    nics: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, name: str, values: Mapping[str, Any]) -> Host:
-        """Restore a host from the output of :meth:`to_dict`."""
-        gpus = tuple(Gpu(**gpu) for gpu in values["gpus"])
-        joins = {
-            frozenset((one.id, other.id)): Link(values["links"][i][j])
-            for (i, one), (j, other) in combinations(enumerate(gpus), 2)
-        }
-        return cls(name, gpus, joins, tuple(values["nics"]))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all but the name as JSON-serialisable values."""
-        return {
-            "gpus": [
-                {name: value for name, value in vars(gpu).items() if value is not None} for gpu in self.gpus
-            ],
-            "links": [list(map(str, row)) for row in self.matrix()],
-            "nics": list(self.nics),
-        }
-
-    def matrix(self) -> list[list[Link]]:
-        """Return the matrix of links between GPUs."""
-        return [
-            [self.joins.get(frozenset((one.id, other.id)), Link.SAME_DEVICE) for other in self.gpus]
-            for one in self.gpus
-        ]
+    rdma: bool = False
 
     def find(self, visible: str | None) -> Gpu | None:
         """Return the GPU that a process computes on; None if it is unknown.
@@ -90,17 +61,6 @@ class Host:
         else:  # CUDA accepts a prefix of an id too
             found = (gpu for gpu in self.gpus if first and _is_named(gpu, first))
         return next(found, None)
-
-    def place(self, host: str, gpu: Gpu | None, *, rdma: bool = False, by_tcp: bool = False) -> Place:
-        """Return the place of a process that computes on a GPU, or on the CPU.
-
-        ``host``: the id of this host, which identifies links within it.
-        ``rdma``: whether the process sends over RDMA if the host has an RDMA NIC.
-        """
-        rdma = rdma and bool(self.nics)
-        if gpu is None:
-            return Place(host, rdma=rdma, by_tcp=by_tcp)
-        return Place(host, gpu.id, rdma, by_tcp)
 
 
 def _is_named(gpu: Gpu, beginning: str) -> bool:
@@ -122,12 +82,11 @@ def discover(library: Any | None = None) -> Host:
     found.
     """
     library = library or nvml_library()
-    host = Host(host_name(), nics=nics())
     if library is None:
-        return host
+        return Host(rdma=has_rdma())
     known = Nvml(library)
     gpus = known.gpus()
-    return replace(host, gpus=gpus, joins=known.joins(gpus))
+    return Host(gpus, known.joins(gpus), has_rdma())
 
 
 def visible_devices() -> str | None:
@@ -142,7 +101,7 @@ def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_t
     ``rdma``: whether it sends over RDMA if the host has an RDMA NIC.
     """
     gpu = host.find(visible) if on_gpu else None
-    return host.place(here(), gpu, rdma=rdma, by_tcp=by_tcp)
+    return Place(here(), None if gpu is None else gpu.id, rdma and host.rdma, by_tcp)
 
 
 # ---- GPUs, by NVML -----------------------------------------------------------------------
@@ -216,11 +175,7 @@ class Nvml:
         return {node for node in found if node is not None}
 
     def _parts(self, index: int, handle: Any) -> Iterator[Gpu]:
-        whole = Gpu(
-            _text(self._library.nvmlDeviceGetUUID(handle)),
-            index,
-            _text(self._ask("nvmlDeviceGetName", handle)),
-        )
+        whole = Gpu(_text(self._library.nvmlDeviceGetUUID(handle)), index)
         if not self._ask("nvmlDeviceGetMigMode", handle, default=(0, 0))[0]:
             yield whole
             return
@@ -250,7 +205,7 @@ class Nvml:
 
 def _text(value: Any) -> str:
     """Convert to text; older versions of nvidia-ml-py return bytes."""
-    return value.decode() if isinstance(value, bytes) else str(value or "")
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 # ---- the host, by the operating system ---------------------------------------------------
@@ -265,17 +220,12 @@ def host_id() -> str:
         return os.uname().nodename
 
 
-def host_name() -> str:
-    """Return the name of this host."""
-    return socket.gethostname()
-
-
 def here() -> str:
     """Return the id of this host for a :class:`~dask_gpurt.topology.Place`.
 
     Containers on one machine have different names, and usually cannot map each other's memory.
     """
-    return f"{host_name()}/{host_id()[:8]}"
+    return f"{socket.gethostname()}/{host_id()[:8]}"
 
 
 # ---- NUMA ----------------------------------------------------------------------------
@@ -315,14 +265,9 @@ def _memory_of_node(node: int, sys: Path) -> int:
 # ---- NICs ----------------------------------------------------------------------------
 
 
-def nics(sys: Path = SYS) -> tuple[str, ...]:
-    """Return the names of the RDMA devices that have an active port."""
-    devices = sorted((sys / "class/infiniband").glob("*"))
-    return tuple(
-        device.name
-        for device in devices
-        if any("ACTIVE" in _read(port / "state") for port in device.glob("ports/*"))
-    )
+def has_rdma(sys: Path = SYS) -> bool:
+    """Return whether an RDMA device has an active port."""
+    return any("ACTIVE" in _read(port) for port in (sys / "class/infiniband").glob("*/ports/*/state"))
 
 
 def _read(file: Path) -> str:

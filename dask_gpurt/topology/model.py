@@ -272,7 +272,3 @@ class Topology:
     def learned(self) -> dict[Link, Speed]:
         """Return the current speed of each class of link."""
         return {link: average.speed for link, average in self._classes.items()}
-
-    def measured(self) -> dict[Link, Speed]:
-        """Return the speed of each class of link that differs from the shipped speed."""
-        return {link: speed for link, speed in self.learned().items() if speed != SHIPPED[link]}

@@ -22,7 +22,7 @@ from dask_gpurt.memory.ledger import KINDS, Ledger
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.progress import RecentRuns
 from dask_gpurt.protocol import MEMORY_METRIC, MEMORY_OP, PLACE_OP, TRAFFIC_OP
-from dask_gpurt.topology.hosts import Host, discover, host_name, nvml_missing, own_place, visible_devices
+from dask_gpurt.topology.hosts import Host, discover, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.model import Place
 
 #: Changes within this interval are sent in one message, in seconds.
@@ -124,22 +124,22 @@ def progress(runs: RecentRuns, metrics: Metrics) -> dict[str, Any]:
 
 
 class TopologyReporter:
-    """Report the place, the host and the transfers of one worker."""
+    """Report the place, the links of the host and the transfers of one worker."""
 
     def __init__(self, worker: WorkerServer, traffic: Traffic, on_gpu: bool, metrics: Metrics):
         self._worker = worker
         self._traffic = traffic
         self._on_gpu = on_gpu
         self._metrics = metrics
-        self._host = Host(host_name())
+        self._host = Host()
         self._looked = 0.0
         self._timer: object | None = None
 
     async def start(self) -> None:
         """Report the place of this worker, and start the periodic reports of transfers."""
         place = await asyncio.to_thread(self._detect_place)
-        devices = self._host.to_dict()
-        self._send({"op": PLACE_OP, "place": vars(place), "name": self._host.name, "devices": devices})
+        joins = [(*sorted(pair), str(link)) for pair, link in self._host.joins.items()]
+        self._send({"op": PLACE_OP, "place": vars(place), "joins": joins})
         self._later()
 
     def _detect_place(self) -> Place:

@@ -17,7 +17,6 @@ class FakeGpu:
 
     index: int
     nvlinks: list[int | str] = field(default_factory=list)
-    name: str = "NVIDIA H200"
     mig: list[str] = field(default_factory=list)
     memory: int | None = 141 * 2**30  # None where the GPU shares the host's memory
     node: int | None = None
@@ -72,9 +71,6 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, handle: FakeGpu | str) -> str:
         return handle if isinstance(handle, str) else handle.uuid
 
-    def nvmlDeviceGetName(self, handle: FakeGpu) -> bytes:
-        return handle.name.encode()  # as older versions return
-
     def nvmlDeviceGetMigMode(self, handle: FakeGpu) -> list[int]:
         return [int(bool(handle.mig))] * 2
 
@@ -100,7 +96,7 @@ def switched(count: int = 4, **more: Any) -> FakeNvml:
 
 def pcie_only(peers: bool = True) -> FakeNvml:
     """Fake four L40S."""
-    return FakeNvml([FakeGpu(i, name="NVIDIA L40S") for i in range(4)], peers)
+    return FakeNvml([FakeGpu(i) for i in range(4)], peers)
 
 
 def cut_up() -> FakeNvml:

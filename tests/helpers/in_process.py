@@ -21,8 +21,7 @@ from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.protocol import PLACE_OP
 from dask_gpurt.scheduler.reports import SchedulerTopology
-from dask_gpurt.topology import Link, Place, Topology
-from dask_gpurt.topology.hosts import Gpu, Host
+from dask_gpurt.topology import Place, Topology
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S
 
@@ -66,12 +65,9 @@ async def all_placed(scheduler: Any) -> None:
 async def placed_apart(scheduler: Any, *workers: Any) -> None:
     """Make a scheduler believe that its workers are at :data:`PLACES`."""
     await all_placed(scheduler)
-    pair = Gpu("GPU-a", 0), Gpu("GPU-b", 1)
-    one = Host("one", pair, {frozenset(gpu.id for gpu in pair): Link.NVLINK})
     for worker, place in zip(workers, PLACES, strict=True):
-        host = one if place.host == "one" else Host(place.host)
-        report = {"place": vars(place), "name": place.host, "devices": host.to_dict()}
-        scheduler.stream_handlers[PLACE_OP](worker=worker.address, **report)
+        joins = [("GPU-a", "GPU-b", "nvlink")] if place.host == "one" else []
+        scheduler.stream_handlers[PLACE_OP](worker=worker.address, place=vars(place), joins=joins)
 
 
 def on_cluster(

@@ -1,4 +1,4 @@
-"""Show the runtime beside the dashboard of Dask's scheduler, and serve its JSON API.
+"""Show the runtime beside the dashboard of Dask's scheduler.
 
 Data are collected whether or not a page is open, so that a page also shows the history from before it was
 opened.
@@ -15,7 +15,6 @@ from dask_gpurt.dask_hooks.http import serve
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.monitor.dashboard import page
 from dask_gpurt.monitor.dashboard.collector import Collector
-from dask_gpurt.monitor.json_api import serve_json
 from dask_gpurt.observe import Fallback
 from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 
@@ -26,7 +25,7 @@ _listed: WeakSet[Any] = WeakSet()
 
 
 def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
-    """Collect data from the scheduler plugin, and show them on a page and as JSON.
+    """Collect data from the scheduler plugin, and show them on a page.
 
     Returns a function that stops collecting. A page in the menu of the dashboard stays until the scheduler
     ends, and says then that the runtime is off.
@@ -34,7 +33,6 @@ def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
     scheduler: SchedulerServer = runtime.scheduler
     collector = page.collectors[scheduler] = Collector(runtime)
     collector.install()
-    end_json = serve_json(runtime, collector.sampler.shuffles)
     with contextlib.ExitStack() as undo:
         try:
             if scheduler not in _listed:
@@ -47,7 +45,6 @@ def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
         end_page = undo.pop_all().close
 
     def end() -> None:
-        end_json()
         end_page()
         page.collectors.pop(scheduler, None)
         collector.uninstall()

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from distributed.http.utils import RequestHandler
 from dask_gpurt._version import __version__
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, UNSPILLED, Flow, Level, WorkerSample
-from dask_gpurt.monitor.json_api import sum_of
 from dask_gpurt.observe import MethodChoice
 from dask_gpurt.observe.shown_tiers import SHOWN
 
@@ -66,7 +65,7 @@ def _state(collector: Collector) -> dict[str, Any]:
     clients, known = collector.runtime.clients, collector.runtime.reports.known()
     counted = ((choice, choice.counted(known["counters"])) for choice in MethodChoice)
     shuffles = [(choice.taken, choice.text, count) for choice, count in counted if count]
-    processes = [known["fallbacks"], *(one["fallbacks"] for one in known["workers"].values())]
+    processes = [known, *known["workers"].values()]
     return {
         "version": __version__,
         "workers": len(known["workers"]),
@@ -75,8 +74,18 @@ def _state(collector: Collector) -> dict[str, Any]:
         "unplanned": clients.unplanned,
         "taken": sum(count for taken, _, count in shuffles if taken),
         "left": [[text, count] for taken, text, count in shuffles if not taken],
-        "fallbacks": list(sum_of(processes).values()),
+        "fallbacks": _sum(one["fallbacks"] for one in processes),
     }
+
+
+def _sum(counted: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Sum the fallbacks of several processes, each with the reason of the last process that has it."""
+    together: dict[str, dict[str, Any]] = {}
+    for fallbacks in counted:
+        for id, known in fallbacks.items():
+            before = together.get(id, {"count": 0})["count"]
+            together[id] = {**known, "count": before + known["count"]}
+    return list(together.values())
 
 
 def _over_time(collector: Collector, worker: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 from typing import Any
 
 from dask.typing import Key
@@ -73,7 +74,7 @@ class ShuffleRecord:
         return "done" if len(self.assembled) == self.outputs else "unpack"
 
     def figures(self, now: float) -> dict[str, Any]:
-        """Return the state and the figures summed over all workers, as the JSON API gives them."""
+        """Return the state and the figures summed over all workers, as plain values."""
         total = Figures.total(self.workers.values())
         # A worker that leaves, or has many runs between two heartbeats, never reports some outputs.
         is_partial = self.state is ShuffleState.DONE and total.outputs != self.outputs
@@ -217,8 +218,4 @@ class ShuffleLog:
 
     def rows(self, now: float, most: int = MAX_SHUFFLES) -> list[dict[str, Any]]:
         """Return the figures of each shuffle, the latest first."""
-        return [record.figures(now) for record in self.latest()[:most]]
-
-    def latest(self) -> list[ShuffleRecord]:
-        """Return all records, the latest first."""
-        return list(reversed(self._records.values()))
+        return [record.figures(now) for record in islice(reversed(self._records.values()), most)]

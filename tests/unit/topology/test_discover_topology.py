@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import psutil
@@ -21,15 +21,19 @@ def host(library: FakeNvml) -> Host:
 
 
 def links(found: Host) -> list[list[str]]:
-    return [[str(join) for join in row] for row in found.matrix()]
+    """Return the matrix of the links between GPUs."""
+    return [
+        [str(found.joins.get(frozenset((one.id, other.id)), Link.SAME_DEVICE)) for other in found.gpus]
+        for one in found.gpus
+    ]
 
 
 def joined(found: Host, *visible: str | None) -> Topology:
     """Add a worker for each of ``CUDA_VISIBLE_DEVICES``, named after its number."""
     topology = Topology()
     for number, devices in enumerate(visible):
-        topology.add(str(number), found.place("h", found.find(devices)))
-    topology.describe("h", found.joins)
+        topology.add(str(number), hosts.own_place(found, devices, on_gpu=True, rdma=False))
+    topology.describe(hosts.here(), found.joins)
     return topology
 
 
@@ -41,7 +45,6 @@ def test_four_gpus_and_a_switch() -> None:
     assert links(found) == [
         ["same-device" if row == column else "nvlink" for column in range(4)] for row in range(4)
     ]
-    assert found.gpus[0].name == "NVIDIA H200"
     assert joined(found, "0", "1").link("0", "1") == Link.NVLINK
 
 
@@ -168,11 +171,13 @@ def test_without_nvml_all_memory_is_the_hosts(coherent: Path) -> None:
 
 
 def test_only_devices_for_rdma_that_are_up_count(sys: Path, tmp_path: Path) -> None:
-    assert hosts.nics(sys) == ("mlx5_0",)
-    with_rdma, without = Host("a", nics=hosts.nics(sys)), Host("b", nics=hosts.nics(tmp_path / "nothing"))
-    assert with_rdma.place("a", None, rdma=True).rdma
-    assert not with_rdma.place("a", None, rdma=False).rdma
-    assert not without.place("b", None, rdma=True).rdma
+    assert hosts.has_rdma(sys)
+    assert not hosts.has_rdma(tmp_path / "nothing")
+    (sys / "class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
+    assert not hosts.has_rdma(sys)
+    for asked, there in product((True, False), repeat=2):
+        place = hosts.own_place(Host(rdma=there), None, on_gpu=False, rdma=asked)
+        assert place.rdma == (asked and there)
 
 
 @given(st.sets(st.frozensets(st.integers(0, 6), min_size=2, max_size=2)))
