@@ -54,7 +54,7 @@ from dask_gpurt.client.planning.operations import (
 )
 from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
-from dask_gpurt.client.planning.rules.needed_columns import listed, shared_keys
+from dask_gpurt.client.planning.rules.needed_columns import listed, names_in_join, shared_keys
 from dask_gpurt.client.planning.table_facts import Independence, TableFacts
 from dask_gpurt.dask_hooks.planning import bottom_up, in_sequence
 
@@ -62,18 +62,9 @@ from dask_gpurt.dask_hooks.planning import bottom_up, in_sequence
 _CHOICES = (_expr.DropnaFrame, _expr.DropnaSeries, _expr.Filter)
 #: Reductions whose result does not depend on the order of rows.
 _REDUCTIONS = (
-    _reductions.All,
-    _reductions.Any,
-    _reductions.ArrayReduction,
-    _reductions.Count,
-    _reductions.DropDuplicates,
-    _reductions.Len,
-    _reductions.Max,
-    _reductions.Mean,
-    _reductions.NLargest,
-    _reductions.Size,
-    _reductions.Sum,
-    _reductions.ValueCounts,
+    *(_reductions.All, _reductions.Any, _reductions.ArrayReduction, _reductions.Count, _reductions.Len),
+    *(_reductions.DropDuplicates, _reductions.Max, _reductions.Mean, _reductions.NLargest, _reductions.Size),
+    *(_reductions.Sum, _reductions.ValueCounts),
 )
 #: The same for aggregations of a groupby, by name.
 _AGGREGATIONS = frozenset(
@@ -139,22 +130,17 @@ class _Rows(NamedTuple):
     columns: Columns
 
 
-def depends_on_partitions(plan: Expr, files: Mapping[str, Columns] | None = None) -> bool:
-    """Return whether a result of a tuned plan may be another one if reads have fewer partitions.
+def why_dependent(plan: Expr, files: Mapping[str, Columns] | None = None) -> str | None:
+    """Return why a result of a tuned plan may be another one if reads have fewer partitions; None if not.
 
-    That is not so for a single partition in the end, computed by operations with the guarantees above. The
+    It is the same for a single partition in the end, computed by operations with the guarantees above. The
     labels and the order of joined rows do not count, since these are in no order.
 
     ``plan``: the tuned plan.
     ``files``: by name, what is known of the columns of reads of Parquet files. By default, all that would
     help: for a first look, before footers are read.
     """
-    return why_dependent(plan, files) is not None
-
-
-def why_dependent(plan: Expr, files: Mapping[str, Columns] | None = None) -> str | None:
-    """Return why :func:`depends_on_partitions` says so; None if a result does not depend on them."""
-    results = plan.operands if isinstance(plan, _ExprSequence) else [plan]
+    results = _results_of(plan)
     if not all(isinstance(each, _expr.Expr) and each.npartitions == 1 for each in results):
         return "a result has several partitions"
     found = _described(results, files)
@@ -165,7 +151,7 @@ def why_dependent(plan: Expr, files: Mapping[str, Columns] | None = None) -> str
 
 def independent_part(plan: Expr) -> tuple[Expr, frozenset[str]]:
     """Return those results of a plan that do not depend on partitions, and the names of all in the others."""
-    results = list(plan.operands) if isinstance(plan, _ExprSequence) else [plan]
+    results = _results_of(plan)
     free = [why_dependent(each) is None for each in results]
     kept = (each for each, is_free in zip(results, free, strict=True) if not is_free)
     names = frozenset(str(each._name) for result in kept for each in result.walk())
@@ -183,9 +169,13 @@ def independence_of(plan: Expr, facts: TableFacts) -> Independence | None:
     if (tables := facts.columns(plan)) is None:
         return None
     with_any_nulls = {name: Columns(columns.varying) for name, columns in tables.items()}
-    if not depends_on_partitions(plan, with_any_nulls):
+    if why_dependent(plan, with_any_nulls) is None:
         return Independence(plan, without_nulls=False)
-    return None if depends_on_partitions(plan, tables) else Independence(plan, without_nulls=True)
+    return Independence(plan, without_nulls=True) if why_dependent(plan, tables) is None else None
+
+
+def _results_of(plan: Expr) -> list[Any]:
+    return list(plan.operands) if isinstance(plan, _ExprSequence) else [plan]
 
 
 def _shows_partitions(rows: _Rows) -> str | None:
@@ -224,7 +214,7 @@ def labels_shown(plan: Expr) -> frozenset[str]:
 
 def _labels_in(plan: Expr) -> tuple[dict[str, _Labels], frozenset[str]]:
     """Return the labels of each expression by its name, and the names of those that results show."""
-    results = plan.operands if isinstance(plan, _ExprSequence) else [plan]
+    results = _results_of(plan)
     described = _described(results, None)
     found = {} if isinstance(described, str) else {name: rows.labels for name, rows in described.items()}
     shown = set[str]()
@@ -342,10 +332,11 @@ def _labels_of_join(join: Any, inputs: list[_Rows]) -> _Labels:
 def _order_of(expr: Any, inputs: list[_Rows]) -> _Order:
     """Return the order of the rows of an operation on several rows."""
     order = max(rows.order for rows in inputs)
-    makes_groups = isinstance(expr, (_groupby.GroupByBase, _reductions.ValueCounts))
+    is_groupby = isinstance(expr, _groupby.GroupByBase)
+    makes_groups = is_groupby or isinstance(expr, _reductions.ValueCounts)
     if not makes_groups and not isinstance(expr, _KEEPING_LABELS):
         return _Order.FIXED  # a value, or one for each column
-    if makes_groups and expr.npartitions == 1 and _is_sorted_by_keys(expr):
+    if is_groupby and expr.npartitions == 1 and expr.sort:
         return _Order.FIXED
     is_shuffled = isinstance(expr, _reductions.DropDuplicates) and expr.should_shuffle
     if not any(rows.sources for rows in inputs) or not (makes_groups or is_shuffled):
@@ -445,19 +436,15 @@ def _columns_of_join(join: Any, left: Columns, right: Columns) -> Columns | None
     if any(len(set(side.columns)) < len(side.columns) for side in (join.left, join.right)):
         return None
     shared = shared_keys(join)
-    in_both = (set(join.left.columns) & set(join.right.columns)) - shared
-    sides = []
-    for side, known, suffix, fills in (
-        (join.left, left, join.suffixes[0], join.how in ("right", "outer")),
-        (join.right, right, join.suffixes[1], join.how in ("left", "outer")),
-    ):
-        if fills:  # rows without a match get nulls
-            dtypes = zip(side.columns, dtypes_of(side), strict=True)
-            narrow = {name for name, dtype in dtypes if is_narrow(dtype) and name not in shared}
-            known = Columns(known.varying | (narrow if is_of_pandas(join) else set()))
-        names = [f"{name}{suffix}" if name in in_both else name for name in side.columns]
-        sides.append(known.renamed(side.columns, names))
     one, other = (dict(zip(each.columns, dtypes_of(each), strict=True)) for each in (join.left, join.right))
+    sides = []
+    for dtypes, known, names, filled_by in zip(
+        (one, other), (left, right), names_in_join(join), ("right", "left"), strict=True
+    ):
+        if join.how in (filled_by, "outer"):  # rows without a match get nulls
+            narrow = {name for name, dtype in dtypes.items() if is_narrow(dtype) and name not in shared}
+            known = Columns(known.varying | (narrow if is_of_pandas(join) else set()))
+        sides.append(known.renamed(names.values(), names))
     # Keys are those of the left side, unless rows of the right one are without a match.
     is_mixed = join.how not in ("inner", "left") and is_of_pandas(join)
     mixed = {name for name in shared if one[name] != other[name] and is_mixed}
@@ -488,10 +475,6 @@ def _counts(expr: Any, frame: Columns) -> bool:
     if isinstance(expr, _groupby.GroupbyAggregationBase) and isinstance(expr.arg, Mapping):
         return all(_names(expr.arg.get(name, ())) <= _COUNTS_BY_NAME for name in frame.varying)
     return isinstance(expr, _COUNTS)
-
-
-def _is_sorted_by_keys(groups: Any) -> bool:
-    return isinstance(groups, _groupby.GroupByBase) and bool(cast(Any, groups).sort)
 
 
 def joins_columns(expr: Any) -> bool:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.reads import lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
-from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
+from dask_gpurt.client.planning.rules.dependence import why_dependent
 from dask_gpurt.client.planning.rules.sorting import SortOnce
 from tests.helpers.examples import examples
 from tests.helpers.planned import value_of
@@ -70,7 +70,7 @@ def planned(result: Any, rule: bool = True) -> Any:
     tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
     facts = Facts(PartitionSizes(1, 1, 0, 0))
     changed = SortOnce().apply(tuned, facts) if rule else tuned
-    depends_on_partitions(changed)  # as other rules find out
+    why_dependent(changed)  # as other rules find out
     return lower(changed, "simplified-physical")
 
 
@@ -190,7 +190,7 @@ def test_a_join_with_an_index_does_not_depend_on_partitions(folder: Path) -> Non
 
     def depends(result: Any) -> bool:
         tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
-        return depends_on_partitions(SortOnce().apply(tuned, Facts(PartitionSizes(1, 1, 0, 0))))
+        return why_dependent(SortOnce().apply(tuned, Facts(PartitionSizes(1, 1, 0, 0)))) is not None
 
     joined = large.join(small.set_index("code"), on="key", how="inner")
     assert not depends(joined.groupby("name", sort=True).more.sum())
