@@ -12,7 +12,6 @@ import datetime
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,7 +145,7 @@ class Footer:
 
         A column that the file does not have has nulls there.
         """
-        if self._leaves is None or not isinstance(column, str):
+        if not self._leaves or not isinstance(column, str):
             return None
         if column not in self._names:
             return [Column(self._metadata.num_rows, 0, has_fixed_width=True)]
@@ -163,54 +162,52 @@ class Footer:
 
         Integers with nulls are floats in all rows that are read together, and booleans are objects.
         """
-        leaves = (self._leaves or {}).get(column)
+        leaves = self._leaves.get(column)
         if leaves is None:
             return False
         return not any(leaf.is_array and _is_exact(leaf.type) and self._has_nulls(leaf) for leaf in leaves)
 
     def has_nulls(self, column: Any) -> bool:
         """Return whether a column has nulls, or may have."""
-        leaves = (self._leaves or {}).get(column)
+        leaves = self._leaves.get(column)
         return leaves is None or any(leaf.is_nested or self._has_nulls(leaf) for leaf in leaves)
 
     def range_of(self, column: Any) -> Range | None:
         """Return the range of a column of integers without nulls; None if it is another, or unknown."""
-        leaf, *others = (self._leaves or {}).get(column, (None,))
-        if leaf is None or others or not pa.types.is_signed_integer(leaf.type) or leaf.is_nested:
+        leaf = self._only_leaf(column)
+        if leaf is None or not pa.types.is_signed_integer(leaf.type):
             return None
-        low, high = [], []
+        return _span(self._limits(leaf, with_nulls=False))
+
+    def bounds_of(self, column: Any) -> Bounds | None:
+        """Return the range of a column of integers without nulls, or of days or times; None if unknown."""
+        if (leaf := self._only_leaf(column)) is None:
+            return None
+        is_time = pa.types.is_timestamp(leaf.type) and leaf.type.tz is None
+        if not is_time and not pa.types.is_date32(leaf.type):
+            return self.range_of(column)
+        found = _span(self._limits(leaf, with_nulls=True))
+        return found and (pd.Timestamp(found[0]), pd.Timestamp(found[1]))
+
+    def _only_leaf(self, column: Any) -> _Leaf | None:
+        """Return the leaf of a column of primitive values; None for any other."""
+        leaf, *others = self._leaves.get(column, (None,))
+        return None if leaf is None or others or leaf.is_nested else leaf
+
+    def _limits(self, leaf: _Leaf, *, with_nulls: bool) -> list[tuple[Any, Any]] | None:
+        """Return the least and the largest value of each chunk that has any; None if one is not known."""
+        found: list[tuple[Any, Any]] = []
         for rows, chunk in self._chunks(leaf):
             facts = chunk.statistics
             if not rows:
                 continue
-            if facts is None or not (facts.has_min_max and facts.has_null_count) or facts.null_count:
+            if facts is None or not facts.has_null_count or (facts.null_count and not with_nulls):
                 return None
-            low.append(facts.min)
-            high.append(facts.max)
-        return (min(low), max(high)) if low else ()
-
-    def bounds_of(self, column: Any) -> Bounds | None:
-        """Return the range of a column of integers without nulls, or of days or times; None if unknown."""
-        leaf, *others = (self._leaves or {}).get(column, (None,))
-        if leaf is None or others or leaf.is_nested:
-            return None
-        if pa.types.is_signed_integer(leaf.type):
-            return self.range_of(column)
-        is_time = pa.types.is_timestamp(leaf.type) and leaf.type.tz is None
-        if not is_time and not pa.types.is_date32(leaf.type):
-            return None
-        found: list[tuple[Any, Any]] = []
-        for rows, chunk in self._chunks(leaf):
-            facts = chunk.statistics
-            if rows and (facts is None or not facts.has_null_count):
-                return None
-            if not rows or facts.null_count == rows:
-                continue
-            if not facts.has_min_max:
-                return None
-            found.append((facts.min, facts.max))
-        lows, highs = zip(*found, strict=True) if found else ((), ())
-        return (pd.Timestamp(min(lows)), pd.Timestamp(max(highs))) if found else ()
+            if facts.null_count < rows:
+                if not facts.has_min_max:
+                    return None
+                found.append((facts.min, facts.max))
+        return found
 
     def values_of(self, column: Any) -> Values | None:
         """Estimate the values of a column; None if nothing is known of it.
@@ -222,8 +219,7 @@ class Footer:
         return self._values[column]
 
     def _estimated(self, column: Any) -> Values | None:
-        leaf, *others = (self._leaves or {}).get(column, (None,))
-        if leaf is None or others or leaf.is_nested:
+        if (leaf := self._only_leaf(column)) is None:
             return None
         chunks = [(rows, chunk) for rows, chunk in self._chunks(leaf) if rows]
         rows = sum(count for count, _ in chunks)
@@ -273,6 +269,14 @@ def footer_of(path: str) -> Footer:
 _KEPT: LRU[Footer] = LRU(FOOTERS_LIMIT)
 
 
+def _span(limits: list[tuple[Any, Any]] | None) -> Bounds | None:
+    """Return the least and the largest value of all chunks; nothing if no chunk has values."""
+    if not limits:
+        return None if limits is None else ()
+    lows, highs = zip(*limits, strict=True)
+    return min(lows), max(highs)
+
+
 def _entries(rows: int, encoded: int) -> float:
     """Return how many values a dictionary has with which rows take that many bytes: each has bits for one."""
     bits = 0
@@ -299,49 +303,32 @@ def number_of(value: Any) -> float | None:
     return float(pd.Timestamp(value).value) if isinstance(value, (datetime.date, np.datetime64)) else None
 
 
-def _leaves_of(schema: pa.Schema, metadata: pq.FileMetaData) -> dict[str, tuple[_Leaf, ...]] | None:
-    """Return the leaves of each column whose name no other column has; None if they are not known.
+def _leaves_of(schema: pa.Schema, metadata: pq.FileMetaData) -> dict[str, tuple[_Leaf, ...]]:
+    """Return the leaves of each column whose name no other column has; none if they are not known.
 
     They are stored depth first, in the order of the schema.
     """
     found: dict[str, tuple[_Leaf, ...]] = {}
     position = 0
     for field in schema:
-        kinds = _leaf_types(field.type)
-        if kinds is None:
-            return None
-        leaves = tuple(
-            _Leaf(position + at, *kind, pa.types.is_nested(field.type)) for at, kind in enumerate(kinds)
-        )
-        position += len(leaves)
-        if position > metadata.num_columns or not all(_is_of(metadata, leaf, field) for leaf in leaves):
-            return None
-        found[field.name] = leaves
+        kinds = list(_leaf_types(field.type))
+        is_nested = pa.types.is_nested(field.type)
+        found[field.name] = tuple(_Leaf(position + at, *kind, is_nested) for at, kind in enumerate(kinds))
+        position += len(kinds)
     if position != metadata.num_columns:
-        return None
+        return {}
     return {name: leaves for name, leaves in found.items() if schema.names.count(name) == 1}
 
 
-def _is_of(metadata: pq.FileMetaData, leaf: _Leaf, field: pa.Field) -> bool:
-    path = metadata.schema.column(leaf.position).path
-    return bool(path == field.name or path.startswith(f"{field.name}."))
-
-
-def _leaf_types(kind: pa.DataType, is_array: bool = True) -> list[tuple[pa.DataType, bool]] | None:
-    """Return the types of the leaves of a type, each with whether it is an array; None if unknown."""
+def _leaf_types(kind: pa.DataType, is_array: bool = True) -> Iterator[tuple[pa.DataType, bool]]:
+    """Yield the types of the leaves of a type, each with whether it is an array in pandas."""
     if isinstance(kind, pa.BaseExtensionType):
-        return _leaf_types(kind.storage_type, is_array)
+        kind = kind.storage_type
     if not pa.types.is_nested(kind):
-        return [(kind, is_array)]
-    if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or _is_list(kind)):
-        return None
-    if pa.types.is_map(kind):
-        inner = [kind.key_type, kind.item_type]
-    else:
-        inner = [kind.field(at).type for at in range(kind.num_fields)]
-    found = [_leaf_types(each, _is_list(kind)) for each in inner]
-    known = [leaves for leaves in found if leaves]
-    return list(chain(*known)) if known and len(known) == len(found) else None
+        yield kind, is_array
+        return
+    for at in range(kind.num_fields):
+        yield from _leaf_types(kind.field(at).type, _is_list(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:
