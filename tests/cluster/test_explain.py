@@ -15,9 +15,8 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.client.explain.advice import advise
 from dask_gpurt.client.explain.plan import Explanation, Read
-from dask_gpurt.client.explain.run import Run, StepRun, measure
+from dask_gpurt.client.explain.run import Run, StepRun, advise, measure
 
 SCRIPT = """
 import dask.dataframe as dd

@@ -1,5 +1,4 @@
 """Explain the plan of a computation before it runs, and where its time went after it ran.
 
-:mod:`.plan` describes what is going to be done, :mod:`.run` adds what was measured, and :mod:`.advice` says
-what to change in the program.
+:mod:`.plan` describes what is going to be done, :mod:`.run` adds what was measured and what to change.
 """

@@ -12,9 +12,8 @@ from typing import Any
 from dask.base import is_dask_collection
 from distributed import Client, get_task_stream
 
-from dask_gpurt.client.explain.advice import advise
 from dask_gpurt.client.explain.plan import Explanation, explain_plan
-from dask_gpurt.client.explain.run import Analysis, measure
+from dask_gpurt.client.explain.run import Analysis, advise, measure
 from dask_gpurt.client.planning.cache import Planned
 from dask_gpurt.client.session import SESSIONS, open_client
 from dask_gpurt.dask_hooks.planning import optimise

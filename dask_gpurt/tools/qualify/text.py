@@ -8,9 +8,8 @@ from functools import cached_property
 
 from dask.utils import format_time
 
-from dask_gpurt.client.explain.advice import advise
 from dask_gpurt.client.explain.plan import Explanation
-from dask_gpurt.client.explain.run import measure
+from dask_gpurt.client.explain.run import advise, measure
 from dask_gpurt.tools.qualify.estimate import Estimate, estimate, library_of
 from dask_gpurt.tools.qualify.parts import PARTS, Computation
 
