@@ -11,10 +11,9 @@ The flow of a plan:
 1. :mod:`.rule` makes joins by columns of those that look rows up by an index;
 2. :mod:`.graph` finds joins whose rows are only joined again, and describes them without an order: tables,
    keys, conditions, and the columns of the result;
-3. :mod:`.estimates` says how many rows and values tables have, by the footers of their files;
-4. :mod:`.costs` finds the order that costs least, by dynamic programming over sets of tables;
-5. :mod:`.building` makes a plan of it;
-6. :mod:`.rule` decides whether that is worth it, and says so.
+3. :mod:`.costs` says how many rows and values tables have, by the footers of their files, and finds the order
+   that costs least, by dynamic programming over sets of tables;
+4. :mod:`.rule` decides whether that is worth it, and says so, and :mod:`.graph` makes a plan of it.
 
 What it does not reason about
     Joins of other kinds, of two indexes, or by floats; what happens to the result of such joins, which is a

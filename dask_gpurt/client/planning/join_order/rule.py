@@ -7,10 +7,8 @@ from typing import Any
 from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._merge import Merge
 
-from dask_gpurt.client.planning.join_order.building import ordered
-from dask_gpurt.client.planning.join_order.costs import Costs, Joined
-from dask_gpurt.client.planning.join_order.estimates import RowEstimates, UnknownSizeError
-from dask_gpurt.client.planning.join_order.graph import JoinFinder, JoinGraph, OrderError, Tree
+from dask_gpurt.client.planning.join_order.costs import Costs, Joined, RowEstimates, UnknownSizeError
+from dask_gpurt.client.planning.join_order.graph import Building, JoinFinder, JoinGraph, OrderError, Tree
 from dask_gpurt.client.planning.reads import parquet_reads
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import independence_of, numbered
@@ -46,7 +44,7 @@ class JoinOrder:
             return plan
         facts.tables.rely_on_dtypes(known)
         for graph, tree in orders:  # the last joins first: their tables are as they were
-            changed = _with(changed, name_of(graph.join), ordered(graph, tree))
+            changed = _with(changed, name_of(graph.join), Building(graph).result(tree))
         return changed
 
     def _leave(self, facts: Facts, plan: Expr, why: str) -> None:

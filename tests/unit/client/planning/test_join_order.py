@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.cache import EARLY_RULES
 from dask_gpurt.client.planning.join_order import costs, rule
-from dask_gpurt.client.planning.join_order.estimates import RowEstimates
+from dask_gpurt.client.planning.join_order.costs import RowEstimates
 from dask_gpurt.client.planning.join_order.rule import JoinOrder
 from dask_gpurt.client.planning.reads import files_of, lower, read_of
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
