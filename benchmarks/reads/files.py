@@ -25,8 +25,8 @@ from benchmarks.reads.passes import requests, store
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.dask_hooks.parquet_files import _OfTables
 from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import ColumnCache
-from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.reads.remote import CachedFiles, Reading
 
 #: The columns of lineitem that are read.

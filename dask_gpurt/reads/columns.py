@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.reads.eviction import ADMITTED_ONE_IN, EvictingCache, count_found
+from dask_gpurt.reads.caches import ADMITTED_ONE_IN, EvictingCache, count_found
 
 if TYPE_CHECKING:
     from dask_gpurt.reads.below import ColumnsBelow

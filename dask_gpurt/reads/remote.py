@@ -25,9 +25,8 @@ from fsspec.spec import AbstractBufferedFile
 
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import arrow_tables
+from dask_gpurt.reads.caches import Part, RangeCache, Ranges, count_found
 from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead, Tables
-from dask_gpurt.reads.eviction import count_found
-from dask_gpurt.reads.ranges import Part, RangeCache, Ranges
 
 _TABLES: Tables = arrow_tables
 

@@ -20,8 +20,8 @@ from dask_gpurt.dask_hooks.parquet_files import read_through
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device.base import Beside
 from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
-from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.worker import Layer
 
 

@@ -36,8 +36,8 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.below import ColumnsBelow
+from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import ColumnCache
-from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.topology.hosts import memory_of_host, nvml_library
 from dask_gpurt.worker.reports import MemoryReporter
 

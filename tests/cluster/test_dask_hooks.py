@@ -22,7 +22,7 @@ from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 import dask_gpurt
 from dask_gpurt import preload
 from dask_gpurt.cli import main
-from dask_gpurt.cli.examine import examine
+from dask_gpurt.cli.doctor import examine
 from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.observe import Fallback
 from tests.helpers.in_process import gen_client_cluster, on_plain_cluster, until, whole_state

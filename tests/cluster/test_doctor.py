@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.cli import examine as module
+from dask_gpurt.cli import doctor as module
 from dask_gpurt.cli import main
-from dask_gpurt.cli.examine import examine, shuffles_go
+from dask_gpurt.cli.doctor import examine, shuffles_go
 from dask_gpurt.config import HOOK, HOOKED
 from tests.helpers.commands import DASK, HOOKS, run
 

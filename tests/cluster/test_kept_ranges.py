@@ -27,8 +27,8 @@ from benchmarks.reads.store import serve
 from dask_gpurt.memory.ledger import CACHED
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import Column, ColumnCache, Kept
-from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.reads.remote import Reading
 from tests.helpers.clusters import cluster
 

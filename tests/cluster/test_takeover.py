@@ -14,8 +14,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.cli.doctor import print_facts
-from dask_gpurt.cli.examine import examine
+from dask_gpurt.cli.doctor import examine, print_facts
 from tests.helpers.clusters import assert_same_partitions, counters, partitions
 from tests.helpers.nightly import only_by_day
 

@@ -116,7 +116,7 @@ def process(driver: Path | None, *preload: Path) -> Iterator[Process]:
 SCRIPT = """\
 import json, os, sys
 import dask_gpurt
-from dask_gpurt.cli.examine import examine
+from dask_gpurt.cli.doctor import examine
 from distributed import Client, LocalCluster
 
 def look(dask_worker):

@@ -8,7 +8,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.reads.ranges import RangeCache
+from dask_gpurt.reads.caches import RangeCache
 
 SIZE = 64
 

@@ -23,8 +23,8 @@ from benchmarks.chaos.files import StoredFile
 from dask_gpurt.dask_hooks.parquet_files import _OfTables, _renewed, _with_files
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import eviction, remote
+from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import ColumnCache
-from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.reads.remote import CachedFiles, Reading, Source, chunks, handed_out, joined, version_of
 from dask_gpurt.worker.kept_reads import asked_of
 
