@@ -36,7 +36,6 @@ from dask_gpurt.frames.statistics import (
     float_sum,
     float_sums_of_groups,
     is_dictionary,
-    sum_of_floats,
     sum_of_squared_floats,
     sums_of_groups,
     wraps_around,
@@ -49,18 +48,15 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     ``is_usable``: returns whether the runtime is on for this client.
     ``patches``: restores what Dask does.
     """
+
+    def while_on(correct: Callable[..., Any]) -> Callable[..., Any]:
+        def corrected(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return correct(original, *args, **kwargs) if is_usable() else original(*args, **kwargs)
+
+        return corrected
+
     for name, correct in CORRECTIONS:
-        patches.replace_in(EXPRESSIONS, {name: partial(_while, is_usable, correct)})
-
-
-def _while(
-    is_usable: Callable[[], bool],
-    correct: Callable[..., Any],
-    original: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return correct(original, *args, **kwargs) if is_usable() else original(*args, **kwargs)
+        patches.replace_in(EXPRESSIONS, {name: while_on(correct)})
 
 
 def looks_absent(label: Any) -> bool:
@@ -121,7 +117,8 @@ def _keep_other_operands(original: Callable[..., Any], expr: Any, parent: Any, d
     Dask takes what the parts of a condition with ``|`` have in common out of it. It puts the new filter in
     the place of the first operand, whichever the old one was: a join then has the right side on both.
     """
-    return original(expr, parent, dependents) if _is_first_operand(expr, parent) else None
+    is_first = getattr(parent.operands[0], "_name", None) == expr._name
+    return original(expr, parent, dependents) if is_first else None
 
 
 def _square_floats(original: Callable[..., Any], expr: Any) -> Any:
@@ -129,13 +126,24 @@ def _square_floats(original: Callable[..., Any], expr: Any) -> Any:
 
     Dask squares integers, and their sums, in their own dtype, which wrap around.
     """
-    if _is_variance(expr) and (dtypes := _float_dtypes(expr)):
-        return _with_dtypes(expr, dtypes)
+    if isinstance(expr, (Var, Cov)) and (dtypes := _float_dtypes(expr)):
+        return type(expr)(expr.frame.astype(dtypes), *expr.operands[1:])
     return original(expr)
 
 
+def _float_dtypes(variance: Any) -> Any:
+    """Return the dtypes of floats for the integers that are no keys; empty or None if there are none."""
+    meta = variance.frame._meta
+    if meta.ndim == 1:
+        return float_dtype(meta.dtype)
+    values = ((label, dtype) for label, dtype in meta.dtypes.items() if label not in variance._by_columns)
+    return {label: found for label, dtype in values if (found := float_dtype(dtype)) is not None}
+
+
 def _square_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _in_floats(original(*args, **kwargs))
+    steps = _sum_floats_of_steps(original, *args, **kwargs)
+    *others, (squares, _, of_squares) = steps["chunk_funcs"]
+    return {**steps, "chunk_funcs": [*others, (squares, sum_of_squared_floats, of_squares)]}
 
 
 def _check_after_casts(original: Callable[..., Any], cast: Any, parent: Any, dependents: Any) -> Any:
@@ -143,7 +151,14 @@ def _check_after_casts(original: Callable[..., Any], cast: Any, parent: Any, dep
 
     Dask checks the condition before: ``"7"`` is no integer, and 1.5 is not equal to 1.
     """
-    return None if _reads_cast(parent, cast) else original(cast, parent, dependents)
+    if isinstance(parent, Filter):
+        dtypes, name, condition = cast.operand("dtypes"), cast._name, parent.predicate
+        changed = set(dtypes) if isinstance(dtypes, Mapping) else set(cast.columns)
+        users = (each for each in condition.walk() if name in (below._name for below in each.dependencies()))
+        reads = any(not isinstance(each, Projection) or changed & {*each.columns} for each in users)
+        if reads or condition._name == name:
+            return None
+    return original(cast, parent, dependents)
 
 
 def _first(df: Any, columns: Any, n: Any, ascending: Any) -> Any:
@@ -244,7 +259,17 @@ def _sum_floats_of_groups(original: Callable[..., Any], expr: Any) -> Any:
 
 
 def _sum_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _from_float_sums(original(*args, **kwargs))
+    """Return the steps of a mean or variance with sums in floats, beside which a program may want others."""
+    steps = original(*args, **kwargs)
+    (total, _, of_total), *chunks = steps["chunk_funcs"]
+    (_, add, of_sums), *others = steps["aggregate_funcs"]
+    label, finish, names = steps["finalizer"]
+    floats = f"{total}-floats"
+    return {
+        "chunk_funcs": [(floats, sums_of_groups, {"column": of_total["column"]}), *chunks],
+        "aggregate_funcs": [(floats, add, {**of_sums, "column": floats}), *others],
+        "finalizer": (label, finish, {**names, "sum_column": floats}),
+    }
 
 
 def _sums_wrap(mean: Any) -> bool:
@@ -256,19 +281,6 @@ def _sums_wrap(mean: Any) -> bool:
     return of.columns.is_unique and all(
         isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in summed.dtypes
     )
-
-
-def _from_float_sums(steps: dict[str, Any]) -> dict[str, Any]:
-    """Return the steps of a mean with sums in floats, beside which those of integers may be wanted."""
-    (total, _, of_total), count = steps["chunk_funcs"]
-    (_, add, of_sums), *others = steps["aggregate_funcs"]
-    label, finish, names = steps["finalizer"]
-    floats = f"{total}-of-mean"
-    return {
-        "chunk_funcs": [(floats, sums_of_groups, {"column": of_total["column"]}), count],
-        "aggregate_funcs": [(floats, add, {**of_sums, "column": floats}), *others],
-        "finalizer": (label, finish, {**names, "sum_column": floats}),
-    }
 
 
 def _sort_by_functions(
@@ -367,65 +379,6 @@ def _moves(expr: Any, since: Any = None) -> set[str]:
         else:
             waiting += each.dependencies()
     return found
-
-
-def _reads_cast(parent: Any, cast: Any) -> bool:
-    """Return whether an operation is a filter whose condition reads a column that is cast before."""
-    if not isinstance(parent, Filter):
-        return False
-    dtypes = cast.operand("dtypes")
-    changed = set(dtypes) if isinstance(dtypes, Mapping) else set(cast.columns)
-    cast_name, condition = cast._name, parent.predicate
-    users = (each for each in condition.walk() if cast_name in (below._name for below in each.dependencies()))
-    reads = any(not isinstance(each, Projection) or changed & {*each.columns} for each in users)
-    return reads or condition._name == cast_name
-
-
-def _is_variance(expr: Any) -> bool:
-    """Return whether an expression computes variances, covariances or correlations by groups."""
-    return isinstance(expr, (Var, Cov))
-
-
-def _dtypes_of_values(groups: Any) -> Any:
-    """Return the dtypes of the columns that are no keys, by label; the dtype of a series."""
-    meta = groups.frame._meta
-    if meta.ndim == 1:
-        return meta.dtype
-    return {label: dtype for label, dtype in meta.dtypes.items() if label not in groups._by_columns}
-
-
-def _with_dtypes(expr: Any, dtypes: Any) -> Any:
-    """Return an expression whose frame has other dtypes: one, or some by label."""
-    return type(expr)(expr.frame.astype(dtypes), *expr.operands[1:])
-
-
-def _is_first_operand(expr: Any, parent: Any) -> bool:
-    """Return whether an expression is the first operand of another one."""
-    first = parent.operands[0]
-    return bool(getattr(first, "_name", None) == expr._name)
-
-
-def _float_dtypes(variance: Any) -> Any:
-    """Return the dtypes of floats for the integers that are no keys; empty or None if there are none."""
-    of_values = _dtypes_of_values(variance)
-    if not isinstance(of_values, dict):
-        return float_dtype(of_values)
-    found = {label: float_dtype(dtype) for label, dtype in of_values.items()}
-    return {label: dtype for label, dtype in found.items() if dtype is not None}
-
-
-def _in_floats(steps: dict[str, Any]) -> dict[str, Any]:
-    """Return the steps of a variance with sums of floats, beside which those of integers may be wanted."""
-    (total, _, of_total), count, (squares, _, of_squares) = steps["chunk_funcs"]
-    label, finish, names = steps["finalizer"]
-    floats = f"{total}-floats"
-    chunks = [(floats, sum_of_floats, {"column": of_total["column"]}), count]
-    first, *others = steps["aggregate_funcs"]
-    return {
-        "chunk_funcs": [*chunks, (squares, sum_of_squared_floats, of_squares)],
-        "aggregate_funcs": [(floats, first[1], {**first[2], "column": floats}), *others],
-        "finalizer": (label, finish, {**names, "sum_column": floats}),
-    }
 
 
 #: What each corrects, by its name in Dask. Of several for one, the last one calls those before it.

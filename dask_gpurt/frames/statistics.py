@@ -15,7 +15,7 @@ from pandas.api.types import is_integer_dtype
 
 from dask_gpurt.dask_hooks.types import add_totals_before, concat, group_aligned, sum_of_squares
 
-# ---- sums of integers in floats, for means ---------------------------------------------------------
+# ---- sums of integers in floats, for means and variances -------------------------------------------
 
 # Dask divides sums of integers by counts. Sums of 64 bits wrap around: that of five times in nanoseconds
 # does. It is then off by a multiple of 2**64, which the mean of pandas tells, who sums up floats. Sums below
@@ -42,7 +42,7 @@ def sums_of_groups(grouped: Any, column: Any) -> Any:
     """Return the sums of a column by group; of a series if the column is None."""
     numbers, rows = (grouped, grouped.obj) if column is None else (grouped[column], grouped.obj[column])
     totals = numbers.sum()
-    return _unwrapped(totals, numbers, rows) if wraps_around(rows) else totals
+    return _unwrapped(totals, numbers, rows) if is_integer_dtype(rows.dtype) else totals
 
 
 def float_sums_of_groups(sums: Any, rows: Any, *by: Any, **options: Any) -> Any:
@@ -92,14 +92,6 @@ def float_dtype(dtype: Any) -> Any:
     if not is_integer_dtype(dtype):
         return None
     return np.dtype("float64") if isinstance(dtype, np.dtype) else (pd.Series([], dtype=dtype) * 1.0).dtype
-
-
-def sum_of_floats(grouped: Any, column: Any) -> Any:
-    """Return the sums of a column by group; of a series if the column is None."""
-    numbers = grouped if column is None else grouped[column]
-    if float_dtype((grouped.obj if column is None else grouped.obj[column]).dtype) is None:
-        return numbers.sum()
-    return numbers.count() * numbers.mean()  # sums of large integers wrap around, too
 
 
 def sum_of_squared_floats(grouped: Any, column: Any) -> Any:
