@@ -80,9 +80,8 @@ LEFT_OP = "gpurt-left"
 REFUSED_OP = "gpurt-refused"
 #: ``keys``: results that a worker has lost.
 LOST_KEYS_OP = "gpurt-lost"
-#: Bytes of each tier; as a metric too, in case a message is lost.
+#: Bytes of each tier.
 MEMORY_OP = "gpurt-memory"
-MEMORY_METRIC = "gpurt_memory"
 #: ``place, joins``: where on its host a worker runs, and the links between GPUs of that host.
 PLACE_OP = "gpurt-place"
 #: ``totals``: tuples of peer, path, bytes, seconds, transfers.

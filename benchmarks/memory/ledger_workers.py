@@ -102,7 +102,7 @@ class Senders:
         }
 
     async def end(self) -> None:
-        """Stop reporting, including with heartbeats."""
+        """Stop reporting."""
         for own in self.tiers():
             own.reporter.close()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dask_gpurt.memory.tiers import Tier
@@ -55,37 +54,35 @@ class Ledger:
         #: and not part of a tier; otherwise None.
         self.shared_memory: int | None = None
         self._cells: defaultdict[tuple[Tier, str], int] = defaultdict(int)
-        self._changed: set[tuple[Tier, str]] = set()
         #: Bytes by prefix and tier. A prefix without an entry of its own counts as one of the others until
         #: its bytes are 0.
         self._prefixes: dict[str, dict[Tier, int]] = {}
         self._others: defaultdict[str, int] = defaultdict(int)
-        self._changed_prefixes: set[tuple[Tier, str]] = set()
-        #: Time of creation, to order ledgers: a worker gets a new one when the runtime is switched on again.
-        self._began, self._seq = time.time_ns(), 0
+        #: Whether there is anything to report since the last :meth:`snapshot`.
+        self._changed = True
         self._lock = threading.Lock()
 
     def set(self, tier: Tier, kind: str, nbytes: int) -> None:
         """Set the bytes of a kind in a tier."""
-        cell = tier, kind
         with self._lock:
-            if self._cells.get(cell, 0) != nbytes:
-                self._cells[cell] = nbytes
-                self._changed.add(cell)
+            if self.cell(tier, kind) != nbytes:
+                self._cells[tier, kind] = nbytes
+                self._changed = True
 
     def set_capacity(self, tier: Tier, nbytes: int) -> None:
-        """Change the capacity of a tier; the next message reports it."""
+        """Set the capacity of a tier."""
         with self._lock:
-            self.capacity[tier] = nbytes
+            if self.capacity[tier] != nbytes:
+                self.capacity[tier] = nbytes
+                self._changed = True
 
     def add(self, tier: Tier, label: Label, nbytes: int) -> None:
         """Add bytes in a tier; negative to subtract."""
         if not nbytes:
             return
-        cell = tier, label.kind
         with self._lock:
-            self._cells[cell] += nbytes
-            self._changed.add(cell)
+            self._cells[tier, label.kind] += nbytes
+            self._changed = True
             if label.prefix:
                 self._add_to_prefix(tier, label.prefix, nbytes)
 
@@ -97,7 +94,8 @@ class Ledger:
             prefix = OTHERS
         sizes = self._prefixes.setdefault(prefix, {})
         sizes[tier] = sizes.get(tier, 0) + nbytes
-        self._changed_prefixes.add((tier, prefix))
+        if not any(sizes.values()):
+            del self._prefixes[prefix]
 
     def _no_name_left(self) -> bool:
         return len(self._prefixes) - (OTHERS in self._prefixes) >= MAX_PREFIXES
@@ -120,46 +118,32 @@ class Ledger:
         return self.capacity[tier] - self.used(tier) - self.cell(tier, RESERVATIONS)
 
     def changes(self) -> LedgerMessage | None:
-        """Return a message with the changes since the last call; None if there are none.
-
-        Values are absolute, so messages are idempotent, and a lost one is superseded by the next.
-        """
-        with self._lock:
-            cells, prefixes = self._changed, self._changed_prefixes
-            if not cells and not prefixes:
-                return None
-            self._changed, self._changed_prefixes = set(), set()
-            message = self._message(cells, prefixes)
-            for name in {name for _, name in prefixes}:
-                if not any(self._prefixes[name].values()):
-                    del self._prefixes[name]
-            return message
+        """Return a :meth:`snapshot`; None if nothing has changed since the last one."""
+        return self.snapshot() if self._changed else None
 
     def snapshot(self) -> LedgerMessage:
-        """Return a message with all cells and prefixes."""
+        """Return a message with everything."""
         with self._lock:
-            places = [(tier, name) for name, sizes in self._prefixes.items() for tier in sizes]
-            return {**self._message(self._cells, places), "whole": True}
-
-    def _message(
-        self, cells: Iterable[tuple[Tier, str]], prefixes: Iterable[tuple[Tier, str]]
-    ) -> LedgerMessage:
-        self._seq += 1
-        return {
-            "began": self._began,
-            "seq": self._seq,
-            "shared_memory": self.shared_memory,
-            "capacity": {str(tier): nbytes for tier, nbytes in self.capacity.items()},
-            "cells": [[str(tier), kind, self._cells[tier, kind]] for tier, kind in sorted(cells)],
-            "prefixes": [[str(tier), name, self._prefixes[name][tier]] for tier, name in sorted(prefixes)],
-        }
+            self._changed = False
+            return {
+                "shared_memory": self.shared_memory,
+                "capacity": {str(tier): nbytes for tier, nbytes in self.capacity.items()},
+                "cells": [
+                    [str(tier), kind, nbytes] for (tier, kind), nbytes in self._cells.items() if nbytes
+                ],
+                "prefixes": [
+                    [str(tier), name, nbytes]
+                    for name, sizes in self._prefixes.items()
+                    for tier, nbytes in sizes.items()
+                    if nbytes
+                ],
+            }
 
 
 class ClusterMemory:
     """Hold the ledgers of all workers, as reported to the scheduler."""
 
     def __init__(self) -> None:
-        self._seq: dict[str, tuple[int, int]] = {}
         self._capacity: dict[str, dict[str, int]] = {}
         self._shared_memory: dict[str, int | None] = {}
         self._on_gpu: set[str] = set()
@@ -169,33 +153,18 @@ class ClusterMemory:
         self._rooms: dict[str, FreeMemory] = {}
 
     def apply(self, worker: str, message: LedgerMessage) -> None:
-        """Apply a message of a worker; stale ones are ignored."""
-        seq, known = (message["began"], message["seq"]), self._seq.get(worker, (0, 0))
-        if seq <= known:
-            return
-        if message["began"] > known[0]:
-            self.forget(worker)
-        self._seq[worker] = seq
-        self._rooms.pop(worker, None)
+        """Apply a message of a worker, in place of its previous one: its stream keeps their order."""
+        self.forget(worker)
         self._capacity[worker] = message["capacity"]
-        self._shared_memory[worker] = message.get("shared_memory")
+        self._shared_memory[worker] = message["shared_memory"]
         if self._shared_memory[worker] is None:
             self._on_gpu.add(worker)
-        cells = self._cells.setdefault(worker, {})
-        for tier, kind, nbytes in message["cells"]:
-            cells[tier, kind] = nbytes
-        if message.get("whole"):
-            self._prefixes.pop(worker, None)
-        prefixes = self._prefixes.setdefault(worker, {})
-        for tier, prefix, nbytes in message["prefixes"]:
-            if nbytes:
-                prefixes[tier, prefix] = nbytes
-            else:
-                prefixes.pop((tier, prefix), None)
+        self._cells[worker] = {(tier, kind): nbytes for tier, kind, nbytes in message["cells"]}
+        self._prefixes[worker] = {(tier, name): nbytes for tier, name, nbytes in message["prefixes"]}
 
     def forget(self, worker: str) -> None:
         """Forget a worker that has left."""
-        everything: tuple[dict[str, Any], ...] = (self._seq, self._capacity, self._cells, self._prefixes)
+        everything: tuple[dict[str, Any], ...] = (self._capacity, self._cells, self._prefixes)
         for known in (*everything, self._shared_memory, self._rooms):
             known.pop(worker, None)
         self._on_gpu.discard(worker)

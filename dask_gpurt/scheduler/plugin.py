@@ -37,7 +37,6 @@ from dask_gpurt.protocol import (
     LEFT_OP,
     LOST_KEYS_OP,
     MEMORY_HANDLER,
-    MEMORY_METRIC,
     MEMORY_OP,
     NAME,
     OWNERS_HANDLER,
@@ -343,18 +342,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_REPORT_TIMEOUT_S):
-                while not self.workers.ready <= set(self.reported_memory().workers()):
+                while not self.workers.ready <= set(self.cluster_memory.workers()):
                     self._memory_reported.clear()
                     await self._memory_reported.wait()
-        memory = self.reported_memory()
+        memory = self.cluster_memory
         return memory.rows_by_prefix() if by == "prefix" else memory.rows()
-
-    def reported_memory(self) -> ClusterMemory:
-        """Return the latest reported memory of all workers."""
-        for address, state in self.scheduler.workers.items():
-            if (whole := state.metrics.get(MEMORY_METRIC)) is not None:
-                self.cluster_memory.apply(address, whole)
-        return self.cluster_memory
 
     # ---- metrics -------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Report a worker to the scheduler: its tiers, the progress of its runs, its place, host and transfers.
 
-Values travel with each heartbeat. Changes of the tiers are also sent after a short delay, and totals of
+Progress travels with each heartbeat. Changes of the tiers are sent after a short delay, and totals of
 transfers as often as heartbeats.
 
 Decisions and their figures: ``docs/decisions/scheduler.md``.
@@ -21,7 +21,7 @@ from dask_gpurt.exchange.paths import COMMS, Traffic
 from dask_gpurt.memory.ledger import KINDS, Ledger
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.progress import RecentRuns
-from dask_gpurt.protocol import MEMORY_METRIC, MEMORY_OP, PLACE_OP, TRAFFIC_OP
+from dask_gpurt.protocol import MEMORY_OP, PLACE_OP, TRAFFIC_OP
 from dask_gpurt.topology.hosts import Host, discover, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.model import Place
 
@@ -54,7 +54,7 @@ def add_metric(worker: WorkerServer, name: str, read: Callable[[Any], dict[str, 
 
 
 class MemoryReporter:
-    """Send the changes of a worker's ledger to the scheduler. Thread-safe."""
+    """Send a worker's ledger to the scheduler as it changes. Thread-safe."""
 
     def __init__(self, worker: WorkerServer, ledger: Ledger):
         self._worker = worker
@@ -62,7 +62,6 @@ class MemoryReporter:
         self._scheduled = False
         self._closed = False
         self._reported_at = 0.0
-        self._remove_metric = add_metric(worker, MEMORY_METRIC, self._whole)
 
     @property
     def pause(self) -> float:
@@ -70,39 +69,30 @@ class MemoryReporter:
         heartbeat: float = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
         return max(REPORT_INTERVAL_S, heartbeat / MAX_REPORTS_PER_HEARTBEAT)
 
-    def _whole(self, _worker: WorkerServer) -> dict[str, Any]:
-        return self._ledger.snapshot()
-
     def changed(self) -> None:
         """Schedule a report of pending changes."""
-        # A benign race: two threads may both schedule a report. The second one finds no changes.
+        # A benign race: two threads may both schedule a report. The second one finds no change.
         if not self._scheduled and not self._closed:
             self._scheduled = True
             self._worker.loop.add_callback(self._later)
 
     def _later(self) -> None:
         since = time.monotonic() - self._reported_at
-        self._worker.loop.call_later(max(REPORT_INTERVAL_S, self.pause - since), self._send)
+        self._worker.loop.call_later(max(REPORT_INTERVAL_S, self.pause - since), self.send)
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Send what has changed at once. On the event loop."""
         self._scheduled = False
         message = None if self._closed else self._ledger.changes()
         if message is None:
             return
         self._reported_at = time.monotonic()
-        try:
+        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
             self._worker.batched_stream.send({"op": MEMORY_OP, **message})
-        except CommClosedError:
-            return  # the next heartbeat carries everything
-
-    def send_now(self) -> None:
-        """Send all pending changes at once. On the event loop."""
-        self._send()
 
     def close(self) -> None:
         """Stop reporting."""
         self._closed = True
-        self._remove_metric()
 
 
 def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:

@@ -161,7 +161,7 @@ class WorkerTiers:
     def report_now(self) -> None:
         """Report all tiers and pools immediately. On the event loop."""
         self._poll_memory()
-        self.reporter.send_now()
+        self.reporter.send()
 
     def guard(self) -> None:
         """Have failed device allocations spill and retry. Blocks."""

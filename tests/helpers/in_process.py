@@ -160,5 +160,7 @@ def whole_state(scheduler: Any, *workers: Any) -> dict[str, Any]:
 
 def believed_full(scheduler: Any, worker: str) -> None:
     """Make a scheduler believe permanently that a worker has no free memory."""
-    message = Ledger(dict.fromkeys(Tier, 0)).snapshot()
-    scheduler.extensions["gpurt"].memory_changed(worker, **{**message, "began": 1 << 62})
+    memory, full = scheduler.extensions["gpurt"].cluster_memory, Ledger(dict.fromkeys(Tier, 0)).snapshot()
+    apply = memory.apply
+    memory.apply = lambda at, message: apply(at, full if at == worker else message)
+    scheduler.extensions["gpurt"].memory_changed(worker, **full)
