@@ -26,13 +26,11 @@ from benchmarks.chaos import FAULTS, OPERATIONS, Plan
 from benchmarks.chaos.cluster import restart_given_up
 from benchmarks.chaos.command import chaos as command
 from benchmarks.chaos.faults import MESSAGES
-from benchmarks.chaos.frames import ROW, make_partition, whole_frame
 from benchmarks.chaos.leftovers import Probe, growth, of_probes, of_threads
 from benchmarks.chaos.operation import difference
 from benchmarks.chaos.worker_side import OF_THE_RUNTIME, ChaosWorkerPlugin, FullFileSystem
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange
-from tests.helpers.examples import examples
 from tests.helpers.in_process import gen_client_cluster
 from tests.helpers.shared_memory import alone_in_shm
 
@@ -55,34 +53,6 @@ def test_a_step_depends_on_the_seed_and_its_number_alone(seed: int, number: int,
     assert again.step(number) == first
     assert again.setup == plan(seed).setup
     assert random.getstate() == state
-
-
-@given(seeds, numbers)
-def test_only_what_was_asked_for_is_drawn(seed: int, number: int) -> None:
-    step = Plan(seed, ["join"], ["replace", "stop"], rows=500, tight=True, comms=False).step(number)
-    assert {operation.kind for operation in step.operations} == {"join"}
-    assert {fault.kind for fault in step.faults} <= {"replace", "stop"}
-    assert all(operation.frame.rows <= 500 for operation in step.operations)
-    assert all(fault.setup.tight and not fault.setup.comms for fault in step.faults)
-
-
-def test_objects_are_left_out_where_a_shuffle_may_be_dasks_own() -> None:
-    """Even without the runtime, Dask's transfer tasks fail with `ArrowTypeError` on a column of tuples."""
-    steps = [Plan(1, ["shuffle"], ["switch"]).step(number) for number in range(40)]
-    drawn = {(bool(step.faults), name) for step in steps for name in step.operations[0].frame.columns}
-    assert (False, "object") in drawn
-    assert (True, "object") not in drawn
-
-
-@examples(8)
-@given(seeds)
-def test_partitions_make_up_the_frame(seed: int) -> None:
-    spec = plan(seed, rows=300).step(0).operations[0].frame
-    parts = [make_partition(number, spec, ROW, "pandas") for number in range(spec.partitions)]
-    frame = whole_frame(spec, ROW, "pandas")
-    pd.testing.assert_frame_equal(pd.concat(parts), frame)
-    assert sorted(frame[ROW]) == list(range(spec.rows))
-    assert not any(len(parts[number]) for number in spec.empty)
 
 
 # ---- the checker ---------------------------------------------------------------------
@@ -236,13 +206,6 @@ def test_workers_whose_nannies_have_given_up_are_started_anew() -> None:
 def chaos(*arguments: str) -> Result:
     with alone_in_shm():
         return CliRunner().invoke(command, arguments)
-
-
-def test_a_plan_is_printed_and_nothing_is_run() -> None:
-    done = chaos("--plan", "--steps", "3", "--seed", "5")
-    assert done.exit_code == 0
-    assert done.output == chaos("--plan", "--steps", "3", "--seed", "5").output
-    assert done.output.count("Step(") == 3
 
 
 @pytest.mark.parametrize("option", ["--only", "--faults"])

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.tpch.queries import QUERIES
-from benchmarks.tpch.reference import WrongResultError, check, collected, computed, expected, numbers_of
+from benchmarks.tpch.reference import WrongResultError, check, collected, computed, expected
 from benchmarks.tpch.styles import CAREFUL, STYLES
 from benchmarks.tpch.tables import ParquetTables, convert
 from tests.helpers.nightly import only_by_day
@@ -63,10 +63,3 @@ def test_decimals_become_the_nearest_doubles() -> None:
     cents = range(-1000, 100_000)
     column = pa.chunked_array([pa.array([Decimal(n) / 100 for n in cents], pa.decimal128(15, 2))])
     assert convert(column).to_pylist() == [n / 100 for n in cents]
-
-
-def test_queries_are_named_by_numbers_and_ranges() -> None:
-    assert numbers_of("all") == list(range(1, 23))
-    assert numbers_of("1,7-9") == [1, 7, 8, 9]
-    with pytest.raises(ValueError, match="23"):
-        numbers_of("22-23")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.common.budget import Logged, Step, budget, gaps
+from benchmarks.common.budget import Logged, Step, budget
 from benchmarks.tpch.figures import by_style, ratios, summarise
 from benchmarks.tpch.measure import Run
 
@@ -42,25 +41,6 @@ def test_all_time_of_the_threads_is_busy_or_a_gap(threads: list[Any], idle: int)
     assert spent["thread_busy"] * there * span == pytest.approx(busy)
     assert spent["gaps"]["seconds_a_thread"] * there + busy == pytest.approx(there * span)
     assert sum(of["count"] for of in spent["tasks"].values()) == len(steps)
-
-
-@given(st.lists(durations, min_size=1, max_size=4), st.integers(1, 4))
-def test_a_gap_is_a_time_with_fewer_tasks_than_threads(threads: list[Any], there: int) -> None:
-    """On one worker, whose tasks may run on more threads than it has slots, as when some have left them."""
-    steps = [step for number, of in enumerate(threads) for step in steps_of("worker", number, of)]
-    first, last = (
-        int(of(ends)) for of, ends in ((min, [s.start for s in steps]), (max, [s.stop for s in steps]))
-    )
-    running = [sum(step.start <= at < step.stop for step in steps) for at in range(first, last)]
-    found = gaps(steps, first, last, {"worker": there})
-    assert found["seconds_a_thread"] * there == pytest.approx(sum(max(0, there - n) for n in running))
-    runs = [
-        len(list(times))
-        for slot in range(1, there + 1)
-        for is_free, times in groupby(n < slot for n in running)
-        if is_free
-    ]
-    assert (found["count"], found["longest"]) == (len(runs), max(runs, default=0))
 
 
 def test_a_contender_that_fails_has_no_time() -> None:

@@ -82,20 +82,6 @@ def test_shards_go_to_the_owners_of_outputs_and_these_wait_for_them() -> None:
     assert done.result.makespan == pytest.approx(1 + 100 * MB / SPEED + 1, rel=1e-3)
 
 
-@pytest.mark.parametrize("placement", ["stock", "gpurt"])
-def test_a_shuffle_ends_with_each_placement(placement: str) -> None:
-    data = [pinned(f"data{number}", 0, 100 * MB) for number in range(8)]
-    done = simulate(on_one_host(4), workload(*data, *shuffle(data, 10 * MB, 8)), placement)
-    assert done.result.runs == 8 + 8 + 1 + 8
-    assert done.result.fallbacks == 0
-
-
-def test_a_task_runs_on_its_worker() -> None:
-    first, second = pinned("first", 2, 100 * MB), pinned("second", 0, 100 * MB)
-    done = run(on_one_host(3), first, second)
-    assert [worker.tiers.peak for worker in done.workers.values()] == [100 * MB, 0, 100 * MB]
-
-
 def test_decisions_take_the_time_of_the_scheduler() -> None:
     slow = dataclasses.replace(NO_OVERHEADS, decision=0.5)
     chain = [work("a")]
@@ -146,17 +132,6 @@ def test_messages_and_overheads_take_their_time() -> None:
 # ---- decisions by Dask ---------------------------------------------------------------
 
 
-def test_the_scheduler_keeps_root_tasks_back() -> None:
-    """Without its queue all roots are sent at once, and results pile up before their dependents run."""
-    scale = Scale(partitions=64, memory=64 * 10**9, workers=8)
-    reduction = WORKLOADS["tree-reduction"](scale, random.Random(0))
-    peaks = {}
-    for saturation in (1.1, "inf"):
-        with dask.config.set({"distributed.scheduler.worker-saturation": saturation}):
-            peaks[saturation] = Simulation(on_one_host(8), reduction).run().worst_memory
-    assert peaks[1.1] < peaks["inf"]
-
-
 def imbalance() -> list[Work]:
     """Make many tasks, in groups too small to be queued, whose small input is on one worker."""
     origin = work("origin", nbytes=10, seconds=0.1)
@@ -173,31 +148,6 @@ def test_idle_workers_steal() -> None:
         without = run(on_one_host(4), *imbalance())
     assert without.result.steals == 0
     assert done.result.makespan < without.result.makespan
-
-
-def test_the_scheduler_learns_durations_and_bandwidth() -> None:
-    a = work("a", nbytes=100 * MB, seconds=3)
-    b = work("b", nbytes=200 * MB, seconds=3)
-    simulation = Simulation(on_one_host(2), workload(a, b, work("c", a, b, seconds=30)))
-    before = simulation.scheduler.bandwidth
-    simulation.run()
-    assert simulation.scheduler.task_prefixes["a"].duration_average == pytest.approx(3)
-    assert before < simulation.scheduler.bandwidth < SPEED
-
-
-def test_dask_drops_replicas_that_no_task_needs() -> None:
-    data = [pinned("a", 0, 100 * MB), pinned("b", 1, 500 * MB)]
-    both = work("c", *data)
-    last = work("d", both, seconds=9.0)
-    kept = Submission(data, frozenset(one.key for one in data), keep=True)
-    graphs = Workload("kept", [kept, Submission([both, last], frozenset([last.key]))])
-    simulation = Simulation(on_one_host(2), graphs, overheads=NO_OVERHEADS)
-    holders = simulation.scheduler.tasks
-    copies = []
-    for when in (1.0, 5.0):
-        simulation.clock.at(when, lambda: copies.append(len(holders[data[0].key].who_has or ())))
-    simulation.run()
-    assert copies == [2, 1]
 
 
 # ---- invariants ----------------------------------------------------------------------
@@ -269,16 +219,3 @@ def test_a_shuffle_loses_no_bytes(name: str, partitions: int) -> None:
             assert sum(pieces[key]) == pytest.approx(one.nbytes, rel=1e-6, abs=len(pieces[key]))
         if "split" in key:
             assert "shuffle-concat" in needed[key].key
-
-
-def test_what_there_is_not_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown cluster 'moon': expected one of dgx"):
-        build_cluster("moon")
-    with pytest.raises(ValueError, match="at least one worker, not 0"):
-        build_cluster("dgx", 0)
-    with pytest.raises(ValueError, match="unknown workload 'sort': expected one of shuffle-join"):
-        build_workload("sort", build_cluster("dgx"))
-    with pytest.raises(ValueError, match="at least two partitions, not 1"):
-        build_workload("pipeline", build_cluster("dgx"), partitions=1)
-    with pytest.raises(ValueError, match="unknown placement 'best': expected one of stock, tiers, gpurt"):
-        simulate(build_cluster("dgx"), workload(work("a")), "best")

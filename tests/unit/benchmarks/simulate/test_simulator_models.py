@@ -87,59 +87,11 @@ def test_transfers_share_the_ports_that_they_pass(
     assert wire.run() == {str(number): pytest.approx(end) for number, end in enumerate(ends)}
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(range(4)), st.sampled_from(range(4)), st.integers(0, 1000), st.floats(0, 20)
-        ),
-        min_size=1,
-        max_size=60,
-    )
-)
-def test_no_port_gives_more_than_it_has(sends: list[tuple[int, int, int, float]]) -> None:
-    sends = [(source, target, nbytes, at) for source, target, nbytes, at in sends if source != target]
-    wire = Wire()
-    for number, (source, target, nbytes, at) in enumerate(sends):
-        wire.send(str(number), f"a{source}", f"a{target}", nbytes, at)
-    ends = wire.run()
-    for end in (0, 1):
-        for worker in range(4):
-            mine = [(send, ends[str(n)]) for n, send in enumerate(sends) if send[end] == worker]
-            if mine:
-                first = min(send[3] for send, _ in mine)
-                last = max(arrived for _, arrived in mine)
-                # With more than 16 transfers at a port, rates are updated late when transfers begin and end.
-                slack = 1 + 1 / 16 if len(mine) > 16 else 1
-                moved = sum(send[2] for send, _ in mine)
-                assert moved <= 100 * (last - first) * slack + 1e-3
-
-
 # ---- tiers ---------------------------------------------------------------------------
 
 
 def tiers(device: int = 100, pinned: int = 50, host: int = 100) -> Tiers:
     return Tiers(Capacity(device, pinned, host), lambda link: Speed(10.0, 1.0))
-
-
-def test_what_was_used_longest_ago_goes_down_first() -> None:
-    mine = tiers()
-    for key in "abc":
-        mine[key] = 40
-    assert [mine.tier(key) for key in "abc"] == [Tier.PINNED, Tier.DEVICE, Tier.DEVICE]
-    mine.hold(["b"], 0)
-    mine["d"] = 40
-    assert mine.tier("c") is Tier.PINNED
-    # The pinned tier holds 50: its first entries were moved on to the host.
-    assert mine.tier("a") is Tier.HOST
-    assert mine.spilled == 40 + 40 + 40
-
-
-def test_the_disk_takes_what_no_tier_does() -> None:
-    mine = tiers()
-    for number in range(10):
-        mine[str(number)] = 50
-    assert [mine.tier(key) for key in mine].count(Tier.DISK) == 10 - 2 - 1 - 2
-    assert not mine.over
 
 
 def test_to_use_a_key_takes_the_time_to_get_it_up() -> None:
@@ -171,27 +123,6 @@ def test_the_runtime_spills_what_is_needed_last() -> None:
     assert [mine.tier(key) for key in "abcd"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE, Tier.HOST]
 
 
-@pytest.mark.parametrize(("worker", "spilled"), [(VirtualWorker, 160), (TieredWorker, 120)])
-def test_a_worker_of_the_runtime_keeps_what_its_next_task_reads(
-    worker: type[VirtualWorker], spilled: int
-) -> None:
-    """Three kept results of 40 bytes are read in turn where two fit: LRU would spill each before its read."""
-    kept = [Work(Name(f"('kept', {i})"), (), 1.0, 40) for i in range(3)]
-    # With different names, so that Dask does not hold them back in its queue of root tasks.
-    read = [Work(Name(f"('read{i}', 0)"), (kept[i].key,), 1.0, 0) for i in range(3)]
-    submissions = [
-        Submission(kept, frozenset(one.key for one in kept), keep=True),
-        Submission(read, frozenset(one.key for one in read)),
-    ]
-    machine = Machine(Place("host0", device="gpu0"), Capacity(100, 0, 1000))
-    cluster = Cluster("one", [machine], speeds={Link.PAGEABLE: Speed(10.0, 0.0)})
-    result = Simulation(
-        cluster, Workload("in turn", submissions), overheads=NO_OVERHEADS, worker=worker
-    ).run()
-    assert result.spilled == spilled
-    assert result.over_memory == 0
-
-
 keys = st.sets(st.integers(0, 7))
 
 
@@ -200,25 +131,6 @@ either_tiers = pytest.mark.parametrize(
     [tiers, lambda: runtime_tiers({f"k{number}": number for number in range(5)})],
     ids=["Dask", "runtime"],
 )
-
-
-@either_tiers
-@given(
-    sizes=st.lists(st.integers(1, 60), min_size=8, max_size=8),
-    held=keys,
-    wanted=keys,
-    reserve=st.integers(0, 120),
-)
-def test_what_fits_leaves_a_worker_within_its_memory(
-    make: Callable[[], Tiers], sizes: list[int], held: set[int], wanted: set[int], reserve: int
-) -> None:
-    mine = make()
-    for key, nbytes in enumerate(sizes):
-        mine[key] = nbytes
-    mine.lend(held)
-    fits = mine.fits(wanted, reserve)
-    mine.hold(wanted, reserve)
-    assert fits == (mine.live_bytes <= mine.capacity.live)
 
 
 # ---- workers with the runtime's tiers ----------------------------------------------------
