@@ -73,10 +73,18 @@ def flags(tables: StoredTables) -> None:
     QUERIES[6].build(tables).compute()
 
 
+#: Queries that have failed: dask_cudf cannot run some. They are left out after the first pass.
+IMPOSSIBLE: set[int] = set()
+
+
 def queries(tables: StoredTables) -> None:
     """Run all queries."""
-    for query in QUERIES.values():
-        query.build(tables).compute()
+    for number in QUERIES.keys() - IMPOSSIBLE:
+        try:
+            QUERIES[number].build(tables).compute()
+        except Exception as error:
+            click.echo(f"query {number} is left out: {error!r}")
+            IMPOSSIBLE.add(number)
 
 
 PASSES: dict[str, Callable[[StoredTables], None]] = {"all columns": copies, "query 6": flags, "22": queries}
@@ -173,7 +181,8 @@ def main(data: Path, output: Path | None, chosen: tuple[str, ...], **options: An
                     rows.append({"what": what, "pass": name, **timed(client, url, what)})
                     click.echo(str(rows[-1]))
     about = {"what": WHAT, "date": datetime.now(UTC).isoformat(), **options, **environment()}
-    write({**about, "passes": rows, "figures": figures(rows)}, output)
+    left_out = sorted(IMPOSSIBLE)
+    write({**about, "left out": left_out, "passes": rows, "figures": figures(rows)}, output)
 
 
 def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -123,6 +123,8 @@ def main(
     rows: list[dict[str, Any]] = []
     tables, numbers = ParquetTables(folder), [*map(int, queries)]
     expected: list[Any] = []
+    about = {"what": WHAT, "date": datetime.now(UTC).isoformat(timespec="seconds"), **environment()}
+    given = {"tables": str(tables.scale), "device": device, "pool": pool, "queries": queries}
     settings = {"dataframe.backend": backend, "gpurt.memory.device": device}
     with dask.config.set(settings), cluster(backend, pool) as local, Client(local) as client:
         dask_gpurt.enable(client)
@@ -145,11 +147,10 @@ def main(
                     if wrong:
                         click.echo(f"{side}: other results of {wrong}")
                     expected = expected or results
+                    write({**about, **given, "rows": rows}, output)
         fallbacks = str(dask_gpurt.report(client)["fallbacks"])
         click.echo(f"fallbacks {fallbacks}")
     found = figures(rows)
-    about = {"what": WHAT, "date": datetime.now(UTC).isoformat(timespec="seconds"), **environment()}
-    given = {"tables": str(tables.scale), "device": device, "pool": pool, "queries": queries}
     write({**about, **given, "fallbacks": fallbacks, "rows": rows, "figures": found}, output)
 
 
