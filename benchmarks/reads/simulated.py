@@ -46,7 +46,7 @@ TABLES = {"facts": 0.2, "others": 0.05}
 MODES = ("off", "kept", "reads", "gpurt")
 #: Reads files, as Dask's tasks do.
 READER: Any = object.__new__(ParquetFunctionWrapper)
-READER.fs = SimpleNamespace()
+READER.fs, READER._columns = SimpleNamespace(), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -343,28 +343,37 @@ class _OfTables(ArrowDatasetEngine):
 Piece = tuple[str, int | None, bool]
 
 
-def pieces_read(spec: Any, *, local: bool) -> list[Piece]:
-    """Return what a task reads of Parquet files on stores, and local ones if wanted. In some microseconds."""
-    found: list[Piece] = []
-    left = [spec]
+def pieces_read(spec: Any, *, local: bool) -> list[tuple[Piece, Sequence[str]]]:
+    """Return what a task reads of Parquet files on stores, and local ones if wanted. In some microseconds.
+
+    With each piece come the names of its columns; none if all are read, or if they are not known.
+    """
+    found: list[tuple[Piece, Sequence[str]]] = []
+    left: list[tuple[Any, Sequence[str]]] = [(spec, ())]
     while left:
-        node = left.pop()
+        node, columns = left.pop()
         if isinstance(node, Task):
             if type(node.func) is ParquetFunctionWrapper:
                 if local or not is_local(node.func.fs):
-                    found += _pieces_of_parts(node.func.fs, node.args[0])
+                    columns = node.func.columns or ()
+                    found += [(piece, columns) for piece in _pieces_of_parts(node.func.fs, node.args[0])]
             elif node.has_subgraph():
-                left += [each for each in node.args[0].values() if each.data_producer]
+                left += [(each, ()) for each in node.args[0].values() if each.data_producer]
             else:
-                left += node.args
-                left += node.kwargs.values()
+                given = [*node.args, *node.kwargs.values()]
+                named = next(filter(_is_names, given), columns)
+                left += [(each, named) for each in given]
         elif type(node) is parquet.FragmentWrapper:
             path, is_on_host = _path(node)
             if path is not None and (local or not is_on_host):
-                found.append((path, None, is_on_host))
+                found.append(((path, None, is_on_host), columns))
         elif type(node) in (list, tuple):  # of several files
-            left += node
+            left += [(each, columns) for each in node]
     return found
+
+
+def _is_names(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(type(each) is str for each in value)
 
 
 def _pieces_of_parts(files: Any, parts: Any) -> Iterator[Piece]:

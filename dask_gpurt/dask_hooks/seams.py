@@ -363,6 +363,7 @@ READ_PLACES = SeamGroup(
     (
         Seam(_STATE + "decide_worker_non_rootish", "self ts"),
         Seam(_STATE + "is_rootish", "self ts"),
+        Seam(_STATE + "get_comm_cost", "self ts ws"),
     ),
     without="reads go to any worker, whatever it has kept of their files",
 )
