@@ -124,7 +124,7 @@ TICKET_HANDLER = "gpurt_ticket"
 FETCH_HANDLER = "gpurt_fetch"
 #: ``kind, shards, to``: owners do not need these shards any more.
 RELEASE_HANDLER = "gpurt_release"
-#: ``producer`` → how many of its shards are still read here.
+#: ``producer``: copy its shards, which fill its pool.
 DRAIN_HANDLER = "gpurt_drain"
 #: ``producer, run``: drop the shards of a run that has ended.
 FORGET_HANDLER = "gpurt_forget"

@@ -121,15 +121,10 @@ class Exchange:
 
     # ---- active runs -----------------------------------------------------------------
 
-    def run_begins(self, run: RunKey, unclaimed: Callable[[str], None] | None = None) -> None:
-        """Note that a run starts to publish and to receive on this worker.
-
-        ``unclaimed``: see :meth:`UnclaimedShards.begins`.
-        """
+    def run_begins(self, run: RunKey) -> None:
+        """Note that a run starts to publish and to receive on this worker."""
         self._publishing.add(run)
         self._receiving.begins(run)
-        if unclaimed is not None:
-            self.requests.unclaimed.begins(run, unclaimed)
         self._tell_in_flight()
 
     def _goes_on(self, run: RunKey) -> bool:
@@ -157,7 +152,6 @@ class Exchange:
         """Note that a run has ended on this worker. Idempotent."""
         self.run_published(run)
         self._read.discard(run)
-        self.requests.unclaimed.ends(run)
         self._receiving.ends(run)  # its blocks are no longer retained from here on
         self.pools.end(run)
 
@@ -267,19 +261,14 @@ class Exchange:
         else:  # for a former worker at this address, whose shard ids mean nothing here
             self.metrics.add("exchange.messages.stale")
 
-    def drain(self, producer: list[str]) -> int:
-        """Make room in the pool of a producer: pull the shards that were left there to be read in place.
-
-        Returns the number of its shards whose release has yet to arrive.
-        """
+    def drain(self, producer: list[str]) -> None:
+        """Make room in the pool of a producer: pull the shards that were left there to be read in place."""
         peer = Peer(*producer)
         self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
         for incoming in sorted(tuple(self._incoming[peer]), key=lambda incoming: incoming.shard.id):
             if self.puller.pull_soon(incoming):  # it was counted as read in place
                 self.traffic.note(peer.address, IN_PLACE, -incoming.shard.nbytes, 0.0)
-        held = sum(not incoming.let_go.done() for incoming in tuple(self._incoming[peer]))
-        return held + self.requests.are_releasing(peer)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
         """Handle the end of a producer's part of a run.
@@ -349,7 +338,6 @@ class Exchange:
         """Forget a worker that has left the cluster; a new one at the same address is unrelated to it."""
         self.peers.forget([address])
         self.calls.on_worker_removed(address)
-        self.requests.unclaimed.forget(address)
         for peer in [peer for peer in self._asked if peer.address == address]:
             del self._asked[peer]
         for peer in list(self._incoming):

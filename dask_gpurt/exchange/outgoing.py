@@ -3,8 +3,7 @@
 A producer that finds the pool full waits here. A full pool cannot deadlock: the waiting producer holds no
 unpublished block, and owners can always free published ones. They copy shards that they would read in place
 into their own memory, in the worst case to disk, and so never wait for a pool. Blocks of which no
-owner knows, since their offers have failed, are withdrawn: their run has failed too. `UnclaimedShards`
-watches that.
+owner knows, since their offers have failed, are withdrawn: their run has failed too.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed.comm.addressing import get_address_host
 
@@ -47,6 +46,15 @@ class _Publication:
     blocks: tuple[Block, ...]
     #: The addresses of the owners that may read them, by share.
     readers: dict[int, str]
+
+
+class Reading(NamedTuple):
+    """Name an owner that may read a published shard, for one of its shares."""
+
+    run: RunKey
+    shard: int
+    share: int
+    owner: str
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ class Outbox:
     def _ask(self) -> None:
         if short := self.pool.short:
             self._hooks.ask_host(short)
-        self._hooks.ask_for_room(self._readers())
+        self._hooks.ask_for_room(self.readers())
 
     def view(self, shard: int, share: int) -> tuple[Block, ...] | None:
         """Return the blocks of a shard; None if it is not published for this share any more."""
@@ -205,41 +213,18 @@ class Outbox:
         with self._changed:
             return run not in self._gone
 
-    def owners(self, run: RunKey) -> set[str]:
-        """Return the owners that may still read blocks of a run."""
+    def readings(self) -> list[Reading]:
+        """Return who may still read which shard."""
         with self._changed:
-            mine = (entry for entry in self._entries.values() if entry.run == run)
-            return {owner for entry in mine for owner in entry.readers.values()}
-
-    def unread(self, run: RunKey, me: str) -> int:
-        """Return the number of shards of a run that workers other than ``me`` may still read."""
-        with self._changed:
-            mine = (entry for entry in self._entries.values() if entry.run == run)
-            return sum(any(owner != me for owner in entry.readers.values()) for entry in mine)
-
-    def shares(self, run: RunKey) -> dict[int, str]:
-        """Return the shares of a run whose blocks may still be read, each with its owner."""
-        with self._changed:
-            mine = (entry for entry in self._entries.values() if entry.run == run)
-            return {share: owner for entry in mine for share, owner in entry.readers.items()}
+            return [
+                Reading(entry.run, shard, share, owner)
+                for shard, entry in self._entries.items()
+                for share, owner in entry.readers.items()
+            ]
 
     def readers(self) -> set[str]:
-        """Return the owners that may still read any block."""
-        with self._changed:
-            return self._readers()
-
-    def _readers(self) -> set[str]:
-        return {owner for entry in self._entries.values() for owner in entry.readers.values()}
-
-    def published(self, owner: str) -> dict[tuple[int, int], RunKey]:
-        """Return the shards that an owner may still read, as pairs of shard and share, each with its run."""
-        with self._changed:
-            return {
-                (shard, share): entry.run
-                for shard, entry in self._entries.items()
-                for share, reader in entry.readers.items()
-                if reader == owner
-            }
+        """Return the owners that may still read any shard."""
+        return {each.owner for each in self.readings()}
 
     def drop(self, run: RunKey, owner: str) -> None:
         """Release all shards of a run on behalf of an owner."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,24 +12,13 @@ from dask.utils import format_bytes
 from dask_gpurt.config import ConfigError, Size
 from dask_gpurt.device import Device, NoMemoryForPool, Pool
 from dask_gpurt.device.discover import discover, main_kind
-from dask_gpurt.exchange.outgoing import Outbox, PoolHooks
+from dask_gpurt.exchange.outgoing import Outbox, PoolHooks, Reading
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, RunKey
 from dask_gpurt.memory.budget import Claim
 from dask_gpurt.observe import Metrics
 
-# ---- the runs of a worker's exchange -----------------------------------------------------------------
-#
-# An owner releases what it was offered, sooner if it is asked to make room. A shard that it does not hold,
-# and will not be offered, would fill the pool for good, while producers wait for its room. The protocol
-# excludes that; should it fail to, the run of the shard is told.
-
-
 #: The most runs that are not active for which producers are remembered: their offers may be late.
 MAX_INACTIVE = 1024
-#: Seconds for which an owner has to answer that it holds none of the shards that were published for it.
-UNCLAIMED_PATIENCE_S = 20.0
-#: Identifies a published shard: the kind of its device, its id, and the share.
-Published = tuple[str, int, int]
 
 
 class ActiveRuns:
@@ -79,44 +68,6 @@ class ActiveRuns:
         """Return whether a run is active here, and a producer has not ended its part of it."""
         withdrawn = self._active.get(run)
         return withdrawn is not None and producer not in withdrawn
-
-
-class UnclaimedShards:
-    """Compare published shards with the answers of their owners. On the event loop."""
-
-    def __init__(self) -> None:
-        self._tell: dict[RunKey, Callable[[str], None]] = {}
-        #: The shards that an owner has not held since a time, by owner.
-        self._unclaimed: dict[str, tuple[Mapping[Published, RunKey], float]] = {}
-
-    def begins(self, run: RunKey, tell: Callable[[str], None]) -> None:
-        """Watch the shards of a run; ``tell`` is called with an owner that does not know of some."""
-        self._tell[run] = tell
-
-    def ends(self, run: RunKey) -> None:
-        """Watch a run no more: it withdraws its shards. Idempotent."""
-        self._tell.pop(run, None)
-
-    def answers(self, owner: str, unclaimed: Mapping[Published, RunKey], now: float) -> None:
-        """Note the answer of an owner that was asked for room.
-
-        ``unclaimed``: the shards that are published for it, each with its run, if it holds none; else none of
-        them. Some may just be on their way.
-        ``now``: the time in seconds.
-        """
-        before, since = self._unclaimed.pop(owner, (unclaimed, now))
-        still = {shard: run for shard, run in unclaimed.items() if shard in before}
-        if not still:
-            still, since = dict(unclaimed), now
-        if now - since < UNCLAIMED_PATIENCE_S:
-            self._unclaimed[owner] = still, since
-            return
-        for run in set(still.values()) & self._tell.keys():
-            self._tell[run](owner)
-
-    def forget(self, owner: str) -> None:
-        """Forget a worker that has left."""
-        self._unclaimed.pop(owner, None)
 
 
 #: The least automatic size in bytes, for a device that is full.
@@ -236,33 +187,19 @@ class Pools:
         for kind in self.devices:
             self.outbox(kind)
 
-    def owners(self, run: RunKey) -> list[tuple[Outbox, str]]:
-        """Return the owners that may still read blocks of a run, each with the outbox of the blocks."""
-        return [(outbox, owner) for outbox in list(self._outboxes.values()) for owner in outbox.owners(run)]
+    def readings(self, run: RunKey) -> list[tuple[Outbox, Reading]]:
+        """Return who may still read which shard of a run, each with the outbox of the shard."""
+        outboxes = list(self._outboxes.values())
+        return [(outbox, each) for outbox in outboxes for each in outbox.readings() if each.run == run]
 
     def unread(self, run: RunKey, me: str) -> int:
         """Return the number of shards of a run that workers other than ``me`` may still read."""
-        return sum(outbox.unread(run, me) for outbox in list(self._outboxes.values()))
-
-    def published(self, owner: str) -> dict[Published, RunKey]:
-        """Return the shards that an owner may still read, each with its run."""
-        return {
-            (kind, *shard): run
-            for kind, outbox in list(self._outboxes.items())
-            for shard, run in outbox.published(owner).items()
-        }
+        return sum(each.owner != me for _, each in self.readings(run))
 
     def end(self, run: RunKey) -> None:
         """Free the retained blocks of a run that has ended."""
         for outbox in list(self._outboxes.values()):
             outbox.end(run)
-
-    def shares(self, run: RunKey) -> dict[int, str]:
-        """Return the shares of a run whose blocks may still be read, each with its owner."""
-        found: dict[int, str] = {}
-        for outbox in list(self._outboxes.values()):
-            found |= outbox.shares(run)
-        return found
 
     def drop_shares(self, run: RunKey, shares: Collection[int]) -> None:
         """Release all shards of a run on behalf of these shares, whose owners will not read them."""

@@ -2,6 +2,8 @@
 
 An owner releases the blocks that it has read. A producer that is short of room, or about to leave, asks
 owners to copy the shards that they would read in place, and at the end of a run to release its shards.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from typing import Any, Protocol
 
 from dask_gpurt.exchange.outgoing import ROOM_RETRY_INTERVAL_S, Outbox
 from dask_gpurt.exchange.paths import Endpoint
-from dask_gpurt.exchange.pools import UnclaimedShards
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
 from dask_gpurt.memory.waits import WaitLine
 from dask_gpurt.protocol import DRAIN_HANDLER, FORGET_HANDLER, RELEASE_HANDLER
@@ -33,7 +34,7 @@ class Handlers(Protocol):
 
     def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None: ...
 
-    def drain(self, producer: list[str]) -> int: ...
+    def drain(self, producer: list[str]) -> None: ...
 
     async def forget(self, producer: list[str], run: list[Any]) -> None: ...
 
@@ -50,18 +51,12 @@ class PeerRequests:
         self._evacuating: WaitLine[RunKey] = WaitLine("peers to release shards", endpoint.metrics.lines)
         #: The owners that are being asked for room.
         self._draining: set[str] = set()
-        #: Watches the shards that fill the pools while producers wait.
-        self.unclaimed = UnclaimedShards()
 
     # ---- from an owner to the producers of its shards --------------------------------
 
     def release_soon(self, producer: Peer, kind: str, shard: int, share: int) -> None:
         """Release a shard at its producer, batched with other releases. From any thread."""
         self._end.worker.loop.add_callback(self._note_release, producer, kind, shard, share)
-
-    def are_releasing(self, producer: Peer) -> bool:
-        """Return whether releases to a producer have yet to arrive."""
-        return any(peer == producer for peer, _ in self._released)
 
     async def _note_release(self, producer: Peer, kind: str, shard: int, share: int) -> None:
         to = (producer, kind)
@@ -123,21 +118,16 @@ class PeerRequests:
         try:
             # Best effort: the request is repeated while room is short.
             with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
-                self._note_held(owner, await self._drain(owner))
+                await self._drain(owner)
         finally:
             self._draining.discard(owner)
 
-    async def _drain(self, owner: str) -> object:
+    async def _drain(self, owner: str) -> None:
         me = list(self._end.me)
         if owner == self._end.me.address:
-            return self._here.drain(producer=me)
-        return await self._end.calls.once(owner, DRAIN_HANDLER, check=self._check_open, producer=me)
-
-    def _note_held(self, owner: str, held: object) -> None:
-        """Note how many shards an owner holds. An owner that is closing, or switched off, does not tell."""
-        if isinstance(held, int):
-            unclaimed = {} if held else self._end.pools.published(owner)
-            self.unclaimed.answers(owner, unclaimed, self._end.worker.loop.time())
+            self._here.drain(producer=me)
+        else:
+            await self._end.calls.once(owner, DRAIN_HANDLER, check=self._check_open, producer=me)
 
     def note_released(self) -> None:
         """Note that a peer has released shards of this worker."""
@@ -150,7 +140,7 @@ class PeerRequests:
         async def is_read() -> bool:
             return not self._end.pools.unread(run, me)
 
-        while owners := {owner for _, owner in self._end.pools.owners(run)} - {me}:
+        while owners := {each.owner for _, each in self._end.pools.readings(run)} - {me}:
             await self._send_drain(owners)
             with contextlib.suppress(TimeoutError):  # ask again: more may have been offered since
                 async with asyncio.timeout(ROOM_RETRY_INTERVAL_S):
@@ -159,7 +149,7 @@ class PeerRequests:
     async def withdraw(self, run: RunKey) -> None:
         """Free the published blocks of a run, once no owner reads them any more."""
         # Loop, since a transfer in progress may have published more in the meantime.
-        while published := self._end.pools.owners(run):
+        while published := {(outbox, each.owner) for outbox, each in self._end.pools.readings(run)}:
             await asyncio.gather(*(self._withdraw_from(owner, run, outbox) for outbox, owner in published))
 
     async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:

@@ -53,7 +53,7 @@ class Offers:
     def add(self, owner: str, offer: Shard | Commit) -> None:
         """Queue an offer, and start sending unless a message to that owner is in flight."""
         self._queued[owner].append(offer)
-        if not self.is_sending(owner):
+        if (sender := self._senders.get(owner)) is None or sender.done():
             self._senders[owner] = asyncio.create_task(self._send(owner))
 
     async def _send(self, owner: str) -> None:
@@ -76,11 +76,6 @@ class Offers:
                 await asyncio.wait(pending)
         finally:
             self._waiting -= 1
-
-    def is_sending(self, owner: str) -> bool:
-        """Return whether offers to an owner have yet to be delivered."""
-        sender = self._senders.get(owner)
-        return sender is not None and not sender.done()
 
     @property
     def are_awaited(self) -> bool:
@@ -125,9 +120,9 @@ class RetiredShares:
     def ask_all(self) -> None:
         """Begin to ask for all published shares that have been replaced."""
         retired = defaultdict[str, set[int]](set)
-        for share, owner in self._exchange.pools.shares(self._run).items():
-            if not self._keeps(share) and share not in self.asked:
-                retired[owner].add(share)
+        for _, each in self._exchange.pools.readings(self._run):
+            if not self._keeps(each.share) and each.share not in self.asked:
+                retired[each.owner].add(each.share)
         for owner, shares in retired.items():
             self.asked |= shares
             call_soon(self._worker, self.ask, owner, frozenset(shares))

@@ -100,7 +100,7 @@ class ShuffleRun:
             self._key, worker, exchange, self._keeps, self._deliver, lambda: self.is_open, self.fail
         )
         exchange.metrics.add("shuffle.runs")
-        exchange.run_begins(self._key, self._unclaimed)
+        exchange.run_begins(self._key)
         self._note_what_is_left()
 
     def __repr__(self) -> str:
@@ -305,11 +305,6 @@ class ShuffleRun:
 
     def _offer(self, owner: str, offer: Shard | Commit) -> None:
         self._worker.loop.add_callback(self._offers.add, owner, offer)
-
-    def _unclaimed(self, owner: str) -> None:
-        """Begin again, since an owner does not know of shards whose room is needed. On the event loop."""
-        if not self._offers.is_sending(owner):
-            self.fail(PeerLost(f"worker {owner} does not know of shards that this worker has for it"))
 
     def _keeps(self, share: int) -> bool:
         """Return whether a share is still valid, that is, not retired in favour of a new one."""

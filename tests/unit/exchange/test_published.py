@@ -14,7 +14,7 @@ from dask_gpurt.observe import Metrics
 
 KIB, MIB = 2**10, 2**20
 RUN = ("a shuffle", 1)
-ME, OWNER, OTHER = "tcp://me", "tcp://owner", "tcp://other"
+OWNER, OTHER = "tcp://owner", "tcp://other"
 
 
 class FixedPool(HostPool):
@@ -83,8 +83,7 @@ def test_a_producer_that_waits_gets_the_room_of_a_block_that_was_lent() -> None:
 def test_what_a_share_may_read_goes_with_it() -> None:
     outbox = outbox_of(HostPool(MIB))
     outbox.publish(RUN, 7, OWNER, [outbox.allocate(4 * KIB)])
-    assert outbox.unread(RUN, ME) == 1
+    assert outbox.readings() == [(RUN, 0, 7, OWNER)]
     outbox.drop_shares(RUN, {7})
-    assert outbox.unread(RUN, ME) == 0
-    assert outbox.owners(RUN) == set()
+    assert outbox.readings() == []
     assert outbox.retained == outbox.pool.used == 4 * KIB

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange import ExchangeClosed, pools
+from dask_gpurt.exchange import ExchangeClosed
 from dask_gpurt.exchange.incoming import IncomingShard, Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.ledger import RESERVATIONS
@@ -27,8 +27,6 @@ from tests.helpers.exchanges import (
     C,
     Cluster,
     failing,
-    intercept,
-    never_answering,
     on_exchanges,
     quiet,
 )
@@ -93,7 +91,7 @@ async def test_one_of_many_shards_can_not_be_let_go_of(cluster: Cluster) -> None
         b.exchange.discard(shards)
     assert all(incoming.let_go.done() for incoming in shards)
     await quiet()
-    assert len(a.outbox.owners(shards[0].run)) <= 2
+    assert len(a.outbox.readers()) <= 2
     assert not b.exchange._incoming[a.exchange.me]
 
 
@@ -193,49 +191,6 @@ async def test_an_owner_has_no_memory_for_an_offer(cluster: Cluster) -> None:
     with pytest.raises(MemoryError, match="no memory for a shard"):
         await cluster.transfer("a shuffle", 2, a)
     assert a.outbox.pool.used == 0, "tasks of other shuffles wait for this memory"
-
-
-async def ask_for_room(process: Process) -> None:
-    """Ask owners twice for room, as a waiting producer does all the time."""
-    for _ in range(2):
-        process.exchange.requests.ask_for_room(process.outbox.readers())
-        await quiet()
-
-
-async def ask_for_room_without_patience(process: Process) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pools, "UNCLAIMED_PATIENCE_S", 0.0)
-        await ask_for_room(process)
-
-
-@on_exchanges()
-async def test_shards_that_an_owner_does_not_know_of_fill_a_pool(cluster: Cluster) -> None:
-    """No such error of the protocol is known. The run begins again."""
-    cluster.begin()
-    a = cluster.a
-    answered = {"status": "OK", "missing": []}
-
-    async def drop(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
-        return answered if op == "shuffle_receive" else await handle(to, op, content)
-
-    intercept(cluster, drop)
-    await cluster.transfer("a shuffle", 0, a)
-    await ask_for_room(a)
-    assert cluster.scheduler.restarts == 0, "a shard may be late"
-    await ask_for_room_without_patience(a)
-    assert cluster.scheduler.restarts == 1
-    assert a.outbox.pool.used == 0
-
-
-@on_exchanges()
-async def test_offers_are_on_their_way_while_their_shards_fill_a_pool(cluster: Cluster) -> None:
-    cluster.begin()
-    a = cluster.a
-    called = never_answering(cluster, "shuffle_receive", B)
-    await cluster.transfer("a shuffle", 0, a)
-    await called.wait()
-    await ask_for_room_without_patience(a)
-    assert cluster.scheduler.restarts == 0
 
 
 # ---- runs --------------------------------------------------------------------------------

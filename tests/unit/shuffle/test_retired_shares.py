@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dask_gpurt.exchange import PeerLost
+from dask_gpurt.exchange.outgoing import Reading
 from dask_gpurt.shuffle import offers
 from dask_gpurt.shuffle.messages import Retire
 from dask_gpurt.shuffle.offers import RetiredShares
@@ -29,7 +30,7 @@ class Producer:
         self.left: set[str] = set()
         self.started: list[Any] = []
         self._ongoing_background_tasks = SimpleNamespace(call_soon=self._start)
-        pools = SimpleNamespace(shares=lambda run: self.published, drop_shares=self._drop)
+        pools = SimpleNamespace(readings=self._readings, drop_shares=self._drop)
         exchange: Any = SimpleNamespace(pools=pools, calls=SimpleNamespace(has_left=self._has_left))
         worker: Any = self
         self.retired = RetiredShares(
@@ -53,6 +54,9 @@ class Producer:
             await asyncio.gather(*started)
 
         asyncio.run(run())
+
+    def _readings(self, run: tuple[str, int]) -> list[tuple[None, Reading]]:
+        return [(None, Reading(run, share, share, owner)) for share, owner in self.published.items()]
 
     def _drop(self, run: tuple[str, int], shares: Collection[int]) -> None:
         assert run == ("one", 7)
