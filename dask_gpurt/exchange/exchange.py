@@ -336,7 +336,7 @@ class Exchange:
 
     def on_worker_removed(self, address: str) -> None:
         """Forget a worker that has left the cluster; a new one at the same address is unrelated to it."""
-        self.peers.forget([address])
+        self.peers.forget(address)
         self.calls.on_worker_removed(address)
         for peer in [peer for peer in self._asked if peer.address == address]:
             del self._asked[peer]
@@ -345,12 +345,7 @@ class Exchange:
                 del self._incoming[peer]
 
     async def run_housekeeping(self) -> None:
-        """Free idle memory, and mappings of workers that have left. Called periodically."""
-        peers = list(self.peers)
-        if peers and not self.closed:
-            # A scheduler on which the runtime has been switched off replies None.
-            for address in await self.worker.scheduler.gpurt_gone(peers=peers) or []:
-                self.on_worker_removed(address)
+        """Free idle memory. Called periodically."""
         with contextlib.suppress(ExchangeClosed):
             await self.offload(self.pools.trim_idle)
 

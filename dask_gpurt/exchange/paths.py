@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from time import perf_counter
@@ -327,13 +327,9 @@ class Peers:
 
     # ---- life ------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield the addresses of connected peers."""
-        return iter({peer.address for peer, _ in self._found} - {self._end.me.address})
-
-    def forget(self, gone: Collection[str]) -> None:
-        """Forget peers that have left; their mapped pools are closed once nothing reads them."""
-        for key in [key for key in self._found if key[0].address in gone and key[0] != self._end.me]:
+    def forget(self, gone: str) -> None:
+        """Forget the peers at an address; their mapped pools are closed once nothing reads them."""
+        for key in [key for key in self._found if key[0].address == gone and key[0] != self._end.me]:
             task = self._found.pop(key)
             task.add_done_callback(_retire)  # immediately, or once mapping has finished
 

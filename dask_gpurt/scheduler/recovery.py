@@ -180,16 +180,9 @@ class Recovery:
             if worker in run.participating_workers and owners_of(run) is not None:
                 run.participating_workers.discard(worker)
                 affected.add(shuffle)
-        for together in self._together(affected):
+        for together in self._runs.grouped(affected):
             with self._or_begin_again(together, f"worker {worker} has left"):
                 self._replace(worker, together)
-
-    def _together(self, shuffles: set[ShuffleId]) -> Iterator[set[ShuffleId]]:
-        """Yield the given shuffles in groups that share outputs."""
-        while shuffles:
-            together = self._runs.sharing(shuffles.pop())
-            shuffles -= together
-            yield together
 
     def _replace(self, worker: str, shuffles: set[ShuffleId]) -> None:
         """Give the outputs of a worker that has left to other workers."""
@@ -219,7 +212,7 @@ class Recovery:
     def retires(self, worker: str) -> None:
         """Give the outputs of a worker that retires to others, while it can still offer its shards."""
         active = self._extension.active_shuffles
-        for together in self._together({shuffle for shuffle in active if self._runs.has(shuffle)}):
+        for together in self._runs.grouped({shuffle for shuffle in active if self._runs.has(shuffle)}):
             owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in together))
             needed = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in together))
             candidates = self._runs.candidates(*together)

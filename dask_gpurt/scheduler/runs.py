@@ -169,3 +169,11 @@ class ActiveRuns:
         """Return a shuffle and the active ones that share outputs with it, such as both sides of a join."""
         others = sharing_outputs(self.barrier(shuffle)) & self._extension.active_shuffles.keys()
         return {shuffle} | {other for other in others if self.has(other)}
+
+    def grouped(self, shuffles: Collection[ShuffleId]) -> list[set[ShuffleId]]:
+        """Return the given shuffles in groups that share outputs."""
+        groups: list[set[ShuffleId]] = []
+        for shuffle in shuffles:
+            if not any(shuffle in group for group in groups):
+                groups.append(self.sharing(shuffle))
+        return groups

@@ -231,19 +231,6 @@ def here() -> str:
 # ---- NUMA ----------------------------------------------------------------------------
 
 
-def numa_nodes(sys: Path = SYS) -> dict[int, set[int]]:
-    """Return the processors of each NUMA node; a single empty node if they are unknown."""
-    folder = sys / "devices/system/node"
-    nodes = {int(node.name[4:]): _processors(_read(node / "cpulist")) for node in folder.glob("node[0-9]*")}
-    return nodes or {0: set()}
-
-
-def _processors(listed: str) -> set[int]:
-    """Parse a list of processors such as "0-3,8"."""
-    spans = [part.partition("-") for part in listed.split(",") if part]
-    return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
-
-
 def memory_of_host(library: Any | None, sys: Path = SYS) -> int:
     """Return the bytes of this host's memory, without that of GPUs.
 
@@ -252,13 +239,13 @@ def memory_of_host(library: Any | None, sys: Path = SYS) -> int:
     such as memory behind CXL, belong to the host.
     """
     of_gpus = set() if library is None else Nvml(library).memory_nodes()
-    with_processors = {node for node, processors in numa_nodes(sys).items() if processors}
-    of_gpus -= with_processors  # in case NVML names the node that the GPU is attached to
-    return psutil.virtual_memory().total - sum(_memory_of_node(node, sys) for node in of_gpus)
+    nodes = [sys / f"devices/system/node/node{node}" for node in of_gpus]
+    # NVML may name the node that the GPU is attached to, which has processors.
+    return psutil.virtual_memory().total - sum(_memory_of_node(n) for n in nodes if not _read(n / "cpulist"))
 
 
-def _memory_of_node(node: int, sys: Path) -> int:
-    found = re.search(r"MemTotal:\s*(\d+) kB", _read(sys / f"devices/system/node/node{node}/meminfo"))
+def _memory_of_node(node: Path) -> int:
+    found = re.search(r"MemTotal:\s*(\d+) kB", _read(node / "meminfo"))
     return int(found[1]) * 1024 if found else 0
 
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
 from dask_gpurt.memory import ledger as ledger_module
-from dask_gpurt.memory.accounting import Owned, owned
+from dask_gpurt.memory.accounting import LiveAccount, Owned, owned
 from dask_gpurt.memory.budget import Claim, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.ledger import OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
 from dask_gpurt.memory.serialize import Frames, NotMovable, from_frames, to_frames
@@ -291,6 +291,20 @@ def test_the_union_under_changes(steps: list[tuple[str, dict[int, int], frozense
             others = {address for other, roots in model.items() if other != one for address in roots}
             assert known.gain(one) == 7 * len(set(mine) - others - elsewhere)
             assert known.is_here(one) == bool(set(mine) - elsewhere)
+
+
+def test_memory_that_its_library_has_moved_is_not_charged_to_its_first_owner() -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    account = LiveAccount(Limits(100, 100, 100, 100), ledger)
+    for key, roots in (("first", {1: 10, 2: 20}), ("second", {2: 20, 3: 40})):
+        account.add(key, Tier.DEVICE, Label(PARTITIONS, key), roots)
+    shown = []
+    for elsewhere in ([2], [2, 3], []):
+        account.set_elsewhere(Tier.DEVICE, elsewhere)
+        charged = ledger.prefixes(Tier.DEVICE)
+        shown.append((charged.get("first"), charged.get("second")))
+        assert ledger.cell(Tier.DEVICE, PARTITIONS) == account.total(Tier.DEVICE) == sum(charged.values())
+    assert shown == [(10, 40), (10, None), (30, 40)]
 
 
 # ---- ledger --------------------------------------------------------------------------

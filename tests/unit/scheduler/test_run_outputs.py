@@ -10,7 +10,7 @@ from distributed.core import Status
 from distributed.scheduler import SchedulerState
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleId, barrier_key
-from dask_gpurt.scheduler.runs import possible_owners, require_allowed
+from dask_gpurt.scheduler.runs import ActiveRuns, possible_owners, require_allowed
 
 SHUFFLE = ShuffleId("a")
 
@@ -75,3 +75,21 @@ def test_outputs_that_no_worker_may_run_are_refused_at_once() -> None:
     scheduler = Scheduler("a", "b", worker_restrictions={"gone"}, resource_restrictions={"TPU": 2})
     with pytest.raises(P2PConsistencyError, match=r"workers \['gone'\], resources \{'TPU': 2\}, of which"):
         require_allowed(scheduler, SHUFFLE)  # type: ignore[arg-type]
+
+
+def test_both_sides_of_a_join_are_one_group() -> None:
+    """A worker that leaves is replaced once for both, and not once for each."""
+
+    class Runs(ActiveRuns):
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def sharing(self, shuffle: ShuffleId) -> set[ShuffleId]:
+            self.asked.append(shuffle)
+            return {ShuffleId(each) for each in ("left", "right")} if shuffle != "alone" else {shuffle}
+
+    for given in (["left", "right", "alone"], ["alone", "right"]):
+        runs = Runs()
+        groups = runs.grouped([ShuffleId(each) for each in given])
+        assert sorted(map(sorted, groups)) == [["alone"], ["left", "right"]]
+        assert len(runs.asked) == 2

@@ -12,6 +12,8 @@ from dask_gpurt.scheduler.unresponsive import Abandoning
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 SHUFFLE, RUN, BARRIER = "one", 7, "shuffle-barrier-one"
+#: The other side of a join, which shares the outputs.
+OTHER = "other"
 
 
 class Silent(set[str]):
@@ -72,10 +74,11 @@ class Cluster:
         return SimpleNamespace(processing_on=None if self.on is None else SimpleNamespace(address=self.on))
 
     def sharing(self, shuffle: str) -> set[str]:
-        return {shuffle}
+        return {shuffle, OTHER}
 
     def candidates(self, *shuffles: str) -> list[str]:
-        return self.able
+        """Return the workers that may own outputs of both sides; C may of one alone."""
+        return self.able if set(shuffles) == {SHUFFLE, OTHER} else [*self.able, C]
 
 
 def test_a_run_goes_on_without_a_silent_worker_which_gets_no_tasks() -> None:
