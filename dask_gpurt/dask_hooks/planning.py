@@ -39,17 +39,12 @@ from dask.dataframe.dask_expr._repartition import RepartitionSize
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FromMap, FusedIO
 from dask.delayed import Delayed
-from dask.tokenize import (
-    TokenizationError,
-    _tokenize_deterministic,
-    normalize_object,
-    normalize_token,
-    tokenize,
-)
+from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
 from dask.typing import Key
 from dask.utils import methodcaller
 from fsspec.config import conf as fsspec_options
 
+from dask_gpurt.dask_hooks.making import PLAIN, make_faster
 from dask_gpurt.dask_hooks.parquet_files import OF_FILES, has_options, version_of_files
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
@@ -92,13 +87,22 @@ def collection_of(expr: Expr) -> Any:
 
 def operands_of(expr: Expr) -> Iterator[Any]:
     """Yield the operands of an expression, without cached facts about files."""
+    kind: Any = type(expr)
+    if not _has_facts(kind):
+        return iter(expr.operands)
     return (operand for _, operand in _numbered_operands(expr))
 
 
 def change_operands(expr: Expr, change: Callable[[Any], Any]) -> None:
     """Change the operands of an expression to equal ones; not its facts about files, which others share."""
     for position, operand in _numbered_operands(expr):
-        expr.operands[position] = change(operand)
+        if type(operand) not in PLAIN and not isinstance(operand, Expr):  # which nobody changes
+            expr.operands[position] = change(operand)
+
+
+@lru_cache(None)
+def _has_facts(kind: Any) -> bool:
+    return not OF_FILES.isdisjoint(kind._parameters)
 
 
 def _numbered_operands(expr: Expr) -> Iterator[tuple[int, Any]]:
@@ -574,7 +578,7 @@ def replace_planning(
     PLANNING.require()
     patches.replace_all(wraps)
     patches.add_item(vars(parquet), PLANNING["_CACHED_PLAN_SIZE"].attribute, file_plans)
-    patches.add_item(normalize_token._lookup, type, _token_of_class)
+    make_faster(patches)
 
 
 def observe_planning(patches: PatchSet, *, made: Replacement, optimise: Replacement) -> None:
@@ -614,19 +618,6 @@ def _divisions_of_binary(
     if expr._broadcastable and len(expr.dependencies()) == 2:
         return (expr.right if expr.left.ndim < expr.right.ndim else expr.left).divisions
     return super(Binop, expr)._divisions()
-
-
-#: What Dask hashes of a class of its own, as a part of the name of each expression.
-_TOKENS_OF_CLASSES: dict[type, Any] = {}
-
-
-def _token_of_class(kind: type) -> Any:
-    """Return what Dask hashes of a class; its own are pickled once, and not for each expression."""
-    if (found := _TOKENS_OF_CLASSES.get(kind)) is None:
-        found = normalize_object(kind)
-        if str(kind.__module__).partition(".")[0] in ("dask", "dask_cudf", "dask_gpurt"):
-            _TOKENS_OF_CLASSES[kind] = found
-    return found
 
 
 def _where_own(owner: type, replacement: Replacement, original: Callable[[Any], Any]) -> Callable[[Any], Any]:

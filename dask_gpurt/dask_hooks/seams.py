@@ -239,7 +239,6 @@ PLANNING = SeamGroup(
         Seam("dask._task_spec:convert_legacy_graph"),
         Seam("dask.tokenize:_tokenize_deterministic", "args kwargs"),
         Seam("dask.tokenize:normalize_token"),
-        Seam("dask.tokenize:normalize_object", "o"),
         Seam(_EXPR + "_expr:Isin"),
         Seam(_EXPR + "_expr:Literal"),
         Seam(_EXPR + "_expr:_DelayedExpr"),
@@ -282,6 +281,22 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "_merge:_contains_index_name", "df columns_or_index"),
     ),
     without="each query is planned anew, and no tasks are fused, as with Dask",
+)
+#: How expressions are made and named, and all that decides on the names of those that are named faster.
+MAKING = SeamGroup(
+    "making expressions",
+    (
+        Seam("dask._expr:Expr.__new__", "cls args _determ_token kwargs", bodies=("784f850bbfeb",)),
+        Seam("dask._expr:Expr.__dask_tokenize__", "self", bodies=("0a8bf8f61961",)),
+        Seam("dask._expr:_unpack_collections", "o"),
+        Seam("dask.tokenize:tokenize", "args ensure_deterministic kwargs", bodies=("f29789888627",)),
+        Seam("dask.tokenize:_tokenize", "args kwargs", bodies=("cfd6c5c6818f",)),
+        Seam("dask.tokenize:_normalize_seq_func", "seq", bodies=("4014e04b14ac",)),
+        Seam("dask.tokenize:normalize_seq", "seq", bodies=("611c6bdd868a",)),
+        Seam("dask.tokenize:normalize_dict", "d", bodies=("c1d5df081dee",)),
+        Seam("dask.tokenize:normalize_object", "o", bodies=("108df734f282",)),
+    ),
+    without="planning takes longer",
 )
 #: How a client gets the results of a computation, and the task that puts the partitions of one together.
 #: How a task reads a Parquet file for pandas: which of it is replaced, to read dictionaries.
@@ -447,6 +462,7 @@ PARTS = (
     *REQUIRED,
     READS,
     PLANNING,
+    MAKING,
     DICTIONARY_READS,
     RESULTS_FOR_CLIENTS,
     RUN_LOOKUP,

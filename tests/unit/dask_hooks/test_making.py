@@ -1,0 +1,87 @@
+"""Expressions that are made faster are those that Dask makes, with the same names."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from dask._expr import Expr
+from dask.tokenize import TokenizationError, _tokenize_deterministic
+from dask.utils import M
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.making import make_faster
+
+
+class Colour(StrEnum):
+    """Look like text."""
+
+    RED = "red"
+
+
+class Operation(Expr):
+    """Have any operands."""
+
+    _parameters = ["first", "second", "third"]
+    _defaults = {"second": "b", "third": None}
+
+
+INNER: Any = Operation("inner")
+VALUES = (
+    *(None, True, 1, 1.0, -0.0, float("nan"), "", "it's", "ü", b"a", np.float64(1), np.int8(1), Colour.RED),
+    *(pd.Timestamp(2020, 1, 1), Operation, Colour, int, operator.add, M.sum, slice(1), range(2), INNER),
+    *(partial(operator.add, 1), np.dtype("int8"), pd.DataFrame({"a": [1]}), pd.Index(["a"]), [], (), {}, {1}),
+)
+nested = st.recursive(
+    st.sampled_from(VALUES),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from(["b", "a", 1, None, 1.5]), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _faster() -> Iterator[None]:
+    patches = PatchSet()
+    make_faster(patches)
+    assert patches
+    yield
+    patches.restore()
+
+
+@given(operands=st.lists(nested, min_size=1, max_size=5))
+def test_names_are_those_that_dask_gives(operands: list[Any]) -> None:
+    made: Any = Operation(*operands)
+    assert made.deterministic_token == _tokenize_deterministic(Operation, *made.operands)
+    assert [type(each) for each in made.operands[: len(operands)]] == [type(each) for each in operands]
+
+
+def test_operands_are_given_by_name_by_default_or_as_collections() -> None:
+    frame = dd.from_pandas(pd.DataFrame({"a": [1]}), npartitions=1)
+    assert Operation(1).operands == [1, "b", None]
+    assert Operation(1, third=3).operands == [1, "b", 3]
+    assert Operation(frame, [frame]).operands[0] is frame.expr
+    with pytest.raises(KeyError, match="first"):
+        Operation()
+    with pytest.raises(AssertionError):
+        Operation(1, other=2)
+
+
+def test_what_cannot_be_hashed_or_contains_itself_fails_or_is_named_as_with_dask() -> None:
+    deep: list[Any] = []
+    deep.append(deep)
+    assert Operation(deep).deterministic_token == _tokenize_deterministic(Operation, deep, "b", None)
+    with pytest.raises(TokenizationError):
+        Operation(object())
