@@ -40,9 +40,11 @@ class Metrics:
         ``labels``: the value of each label, in the order of :attr:`Metric.all_labels`.
         Raises UnknownMetricError if the table has no such counter, or the number of labels differs.
         """
-        _require(name, Kind.COUNTER, labels)
+        key = (name, labels)
+        if key not in self._values:  # or it has been compared with the table
+            _require(name, Kind.COUNTER, labels)
         with self._lock:
-            self._values[name, labels] += amount
+            self._values[key] += amount
         if (recording := self.recording) is not None and name in MARKED:
             recording.mark(METRICS[name].filled(labels), amount=amount)
 

@@ -129,6 +129,8 @@ class Plain:
         return plain and not self._may_change(expr)
 
     def _is_plain(self, value: Any) -> bool:
+        if type(value) in _WRITTEN:
+            return True
         if isinstance(value, Expr):
             return value in self
         if isinstance(value, _SCALARS):
