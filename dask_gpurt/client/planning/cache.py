@@ -182,7 +182,8 @@ class PlanningCache:
         self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
         self._metadata: StoredCache[Schema] = StoredCache("metadata", METADATA_LIMIT, self._store)
-        self._describer = Describer(self._asked, lambda: current() is not None, metrics)
+        self._derived: LRU[Schema] = LRU(METADATA_LIMIT)
+        self._describer = Describer(self._asked, self._remembered, self._is_on, metrics)
         self._plans: StoredCache[Plan] = StoredCache("plans", PLANS_LIMIT, self._store)
         self._files: StoredCache[tuple[FileStates, dict[str, Any]]] = StoredCache(
             "files", FILES_LIMIT, self._store
@@ -224,8 +225,8 @@ class PlanningCache:
         """Clear all caches."""
         for kept in (self._expressions, self._metadata, self._plans, self._files):
             kept.clear()
-        self._versioned.clear()
-        self._tokens.clear()
+        for kept_here in (self._derived, self._versioned, self._tokens):
+            kept_here.clear()
         forget_plans()
 
     def _next_generation(self, generation: Generation) -> Generation:
@@ -241,6 +242,10 @@ class PlanningCache:
     def _generation(self) -> Generation | None:
         """Return the generation that this thread holds, else the newest; None without a client."""
         return self._held.get() or self._newest_generation()
+
+    def _is_on(self) -> bool:
+        """Return whether the runtime plans for this thread."""
+        return self._held.get() is not None or self._current() is not None
 
     def _newest_generation(self) -> Generation | None:
         """Return the current generation, clearing the caches if it is a new one; None without a client.
@@ -450,6 +455,15 @@ class PlanningCache:
         for each in found:
             self._metrics.add("planning.metadata.{outcome}", 1, each.how if each.value else "computed")
         return answers
+
+    def _remembered(self, key: Hashable, derive: Callable[[], Schema | None]) -> Schema | None:
+        """Return what has been derived by a key under the same settings, or derive it."""
+        key = (generation := self._generation()) and (generation.number, key)
+        if key is None:
+            return derive()
+        if (found := self._derived.get(key)) is None and (found := derive()) is not None:
+            self._derived.put(key, found)
+        return found
 
     def _look_at_files(self, original: Callable[[Expr], dict[str, Any]], expr: Expr) -> dict[str, Any]:
         if (known := known_of_files(expr)) is not None:

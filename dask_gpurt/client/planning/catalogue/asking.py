@@ -24,6 +24,8 @@ from dask_gpurt.dask_hooks.planning import Expr, metadata
 #: Returns the answer to each question: kept ones, and for the positions of those that are missing the results
 #: of the function, which are None where Dask has to say it.
 Keep = Callable[[Sequence[Hashable], Callable[[list[int]], list[Schema | None]]], list[Schema | None]]
+#: Returns what has been derived before by a key, or what the function derives.
+Remember = Callable[[Hashable, Callable[[], Schema | None]], Schema | None]
 
 #: The attribute of an expression that tells that it is a question.
 QUESTION = "_gpurt_question"
@@ -60,10 +62,21 @@ class Library:
     """Ask the library of frames, through Dask's operations.
 
     ``keep``: keeps answers.
+    ``remember``: keeps what follows from them, in this process alone.
     """
 
-    def __init__(self, keep: Keep):
-        self._keep = keep
+    def __init__(self, keep: Keep, remember: Remember):
+        self._keep, self._remember = keep, remember
+
+    def derived(
+        self, rule: Callable[..., Schema | None], expr: Any, of: Sequence[Schema], *operands: Any
+    ) -> Schema | None:
+        """Return what a rule says of an expression, applied once to each schemas of inputs and operands.
+
+        For rules that take longer than looking up a key does.
+        """
+        key = (rule, *of, *map(frozen, operands))
+        return rule(expr, *of, self) if None in key else self._remember(key, lambda: rule(expr, *of, self))
 
     def ask(self, kind: type, operands: Sequence[Any]) -> Schema | None:
         """Return the schema of the result of an operation; None if Dask has to say it.

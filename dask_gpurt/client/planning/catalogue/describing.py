@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dask_gpurt.client.planning.catalogue.asking import QUESTION, Keep, Library, is_stand_in
+from dask_gpurt.client.planning.catalogue.asking import QUESTION, Keep, Library, Remember, is_stand_in
 from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Schema, frame_of, known_schema, schema_of
 from dask_gpurt.client.planning.catalogue.shapes import other_rule_of, rule_of, same
 from dask_gpurt.dask_hooks.planning import (
@@ -38,16 +38,22 @@ class Describer:
     """Describe expressions while the runtime plans.
 
     ``keep``: keeps the answers of the library.
+    ``remember``: keeps what follows from them, in this process alone.
     ``is_on``: returns whether the runtime plans for this thread.
     ``metrics``: counts descriptions.
     """
 
-    def __init__(self, keep: Keep, is_on: Callable[[], bool], metrics: Metrics):
-        self._library, self._is_on, self._metrics = Library(keep), is_on, metrics
+    def __init__(self, keep: Keep, remember: Remember, is_on: Callable[[], bool], metrics: Metrics):
+        self._library, self._is_on, self._metrics = Library(keep, remember), is_on, metrics
 
     def describe_early(self, expr: Expr) -> None:
         """Set the metadata of an operation of another package, of whose classes Dask's are not the base."""
-        if other_rule_of(type(expr)) in (None, same) or any(map(is_stand_in, expr.dependencies())):
+        kind: Any = type(expr)
+        if (
+            (rule := other_rule_of(kind)) is None
+            or rule is same
+            or any(map(is_stand_in, expr.dependencies()))
+        ):
             return
         if (schema := self._known(expr)) is not None:
             set_metadata(expr, frame_of(schema))

@@ -213,9 +213,13 @@ def renamed(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     frame, names = of(expr.frame), expr.operand("columns")
     if frame is None or not frame.is_frame or type(names) is not dict or not _are_labels([*names]):
         return asked(expr, of, library)
-    labels = [names.get(label, label) for label in frame.labels]
+    return library.derived(_renamed, expr, (frame,), names) or asked(expr, of, library)
+
+
+def _renamed(expr: Any, frame: Schema, library: Library) -> Schema | None:
+    labels = [expr.operand("columns").get(label, label) for label in frame.labels]
     if not _are_labels(labels) or axis_of(labels, frame.axis) != frame.axis:
-        return asked(expr, of, library)
+        return None
     return frame._replace(labels=tuple(labels))
 
 
@@ -291,6 +295,13 @@ def joined(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     left, right = of(expr.left), of(expr.right)
     if left is None or right is None:
         return None
+    on = (expr.left_on, expr.right_on, expr.left_index, expr.right_index)
+    return library.derived(
+        _joined_as_known, expr, (left, right), expr.how, *on, expr.suffixes, expr.indicator
+    )
+
+
+def _joined_as_known(expr: Any, left: Schema, right: Schema, library: Library) -> Schema | None:
     found = None
     # Where cudf swaps the sides, it puts the keys first.
     swapped = expr.how == "right" and not issubclass(left.frames, pd.DataFrame)
@@ -600,6 +611,7 @@ def _meta_of_frame(self: Any) -> Any:
     return self.frame._meta
 
 
-def other_rule_of(kind: type) -> Rule | None:
+@lru_cache(None)  # looked up for each expression that is made
+def other_rule_of(kind: Any) -> Rule | None:
     """Return the rule of a class of another package."""
     return OTHERS.get(f"{kind.__module__}:{kind.__name__}")
