@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -22,6 +22,7 @@ from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 from dask.tokenize import TokenizationError, tokenize
+from fsspec.core import has_magic
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow.fs import FileInfo
@@ -230,6 +231,30 @@ def _reduced(wrapper: Any) -> Any:
     with _packing:
         parquet.FragmentWrapper._filesystem_pickle_cache = -1, None
         return parquet.FragmentWrapper(wrapper.fragment, files).__reduce__()
+
+
+def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
+    """Return all that the result of a read depends on, but the contents of its files, which are local.
+
+    Equal ones are pickled to the same bytes, so that two tasks could be one. None if it may be a call of
+    another reader, or of an engine of the user.
+    """
+    if kwargs or len(args) != 2 or type(args[0]) is not ParquetFunctionWrapper:
+        return None
+    reader, part = args
+    if type(reader.fs) is not LocalFileSystem or not _is_engine_of_cudf(reader.engine):
+        return None
+    pieces = part if isinstance(part, list) else [part]
+    if any(type(piece) is not dict or has_magic(piece["piece"][0]) for piece in pieces):
+        return None
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=5)
+    pickler.fast = True  # else the bytes also tell which values are the same object
+    try:
+        pickler.dump((reader.columns, reader.index, reader.common_kwargs, pieces, reader.meta.columns.name))
+    except Exception:  # whatever values of users raise: they are read without this
+        return None
+    return file.getvalue()
 
 
 # ---- reads through other files --------------------------------------------------------------------

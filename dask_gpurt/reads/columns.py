@@ -305,29 +305,44 @@ class ColumnRead:
         self._read, self._spare, self._metrics = read, spare, metrics
         self._versions: tuple[Hashable, ...] = ()
         self._used: list[Kept] = []
+        #: The columns that the read gives, and those that are kept of all parts.
+        self._wanted: Sequence[str] = ()
+        self._shared: Sequence[str] = ()
+        #: Whether all columns of the table are of the versions.
+        self._is_of_versions = True
         #: What is to be kept on the device, and below it, and what was copied from there.
         self._new: list[tuple[Part, Kept]] = []
         self._lower: list[tuple[Part, Kept]] = []
         self._raised: list[list[Column]] = []
         self._stream: Any = None
 
-    def read(self, stream: Any) -> Any:
-        """Return a table as the library's reader would."""
-        parts, self._stream = self._asked.parts, stream
+    def look(self) -> bool:
+        """Find what is kept; return whether that is all that the library's reader would give."""
         self._versions = self._asked.versions()
         found = [
             self._cache.find(part, version, self._asked.columns)
-            for part, version in zip(parts, self._versions, strict=True)
+            for part, version in zip(self._asked.parts, self._versions, strict=True)
         ]
         self._used = [kept for kept in found if kept is not None]
-        names = self._names() if len(self._used) == len(found) else None
-        shared = [name for name in names or () if all(name in kept.columns for kept in self._used)]
-        if not shared or not all(map(self._is_alike, shared)):
+        self._wanted = (len(self._used) == len(found) and self._names()) or ()
+        shared = [name for name in self._wanted if all(name in kept.columns for kept in self._used)]
+        self._shared = shared if all(map(self._is_alike, shared)) else ()
+        return 0 < len(self._shared) == len(self._wanted)
+
+    def read(self, stream: Any) -> Any:
+        """Return a table as the library's reader would."""
+        self._stream = stream
+        if not self._versions:
+            self.look()
+        names, shared = self._wanted, self._shared
+        if not shared or (len(shared) < len(names) and self._asked.columns is None):
             return self._whole(stream)
-        missing = [name for name in names or () if name not in shared]
-        if missing and self._asked.columns is None:
-            return self._whole(stream)
-        return self._completed(names or (), shared, missing, stream)
+        return self._completed(names, shared, stream)
+
+    @property
+    def versions(self) -> tuple[Hashable, ...] | None:
+        """Return the versions of the files that the table is of; None if they may have been replaced."""
+        return self._versions if self._is_of_versions else None
 
     @property
     def new_columns(self) -> list[Any]:
@@ -358,6 +373,7 @@ class ColumnRead:
 
     def _decoded(self, names: Sequence[str] | None) -> Any:
         """Return what the library reads."""
+        self._is_of_versions = False
         with self._cache.missing() as sizes:
             table = self._read(names)
             sizes += map(self._tables.nbytes, self._tables.columns(table))
@@ -369,12 +385,10 @@ class ColumnRead:
         self._take(table, None, stream)
         return table
 
-    def _completed(
-        self, names: Sequence[str], shared: Sequence[str], missing: Sequence[str], stream: Any
-    ) -> Any:
+    def _completed(self, names: Sequence[str], shared: Sequence[str], stream: Any) -> Any:
         """Return a table of columns that are kept in all parts, and of others that are read."""
         tables, columns, specs = self._tables, {}, {}
-        if missing:
+        if missing := [name for name in names if name not in shared]:
             table = self._decoded(missing)
             specs = {_name(spec): spec for spec in tables.names(table)}
             if not specs.keys() >= {*missing} or not self._take(table, missing, stream):
@@ -430,7 +444,8 @@ class ColumnRead:
             return True
         taken = [at for at, name in enumerate(names) if only is None or name in only]
         nbytes, below = sum(tables.nbytes(columns[at]) for at in taken), self._cache.below
-        if not self._asked.are_lasting(self._versions):
+        self._is_of_versions = self._asked.are_lasting(self._versions)
+        if not self._is_of_versions:
             return True
         if (here := self._cache.takes(nbytes)) or (below is not None and below.takes(nbytes)):
             layouts = {self._asked.columns: names} if only is None else {}

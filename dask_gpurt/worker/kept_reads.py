@@ -6,12 +6,13 @@ Decisions and their figures: ``docs/decisions/reads.md``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed import get_worker
 
@@ -23,6 +24,21 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
 from dask_gpurt.worker import Layer
+
+if TYPE_CHECKING:
+    from dask_gpurt.frames.cudf_reads import FrameOfRead
+
+
+#: The most calls whose frames can be made again.
+MAX_CALLS = 1024
+
+
+class Table(NamedTuple):
+    """Hold a table that was read, what was asked for, and the versions of the files that it is of."""
+
+    asked: Asked
+    versions: tuple[Hashable, ...]
+    table: Any
 
 
 class KeptColumns:
@@ -37,12 +53,23 @@ class KeptColumns:
         self._cache = cache
         self._spare = spare
         self._metrics = metrics
+        #: How the frames of calls of Dask's reader are made of columns, and of which.
+        self._lock = threading.Lock()
+        self._frames: dict[Hashable, tuple[Asked, tuple[Hashable, ...], FrameOfRead | None]] = {}
 
-    def read(self, asked: Asked, options: Any, plainly: Callable[[], Any], beside: Beside) -> Any:
+    def read(
+        self,
+        asked: Asked,
+        options: Any,
+        plainly: Callable[[], Any],
+        beside: Beside,
+        found: Callable[[Table], object] = lambda table: None,
+    ) -> Any:
         """Return what a call of libcudf's reader would; None if it has to be made.
 
         ``asked``, ``options``: what it asks for, and libcudf's options.
         ``plainly``: makes the call, on the stream of ``beside``.
+        ``found``: called with the table if that follows from the versions of its files.
         """
 
         def read(names: Sequence[str] | None) -> Any:
@@ -54,22 +81,89 @@ class KeptColumns:
             finally:
                 options.set_column_names(list(asked.columns or ()))
 
-        tables = import_module("dask_gpurt.device.cuda_tables")
-        reading = ColumnRead(self._cache, tables, asked, read, self._spare, self._metrics)
+        reading = self._reading(asked, read)
+        if (table := self._of(reading, lambda: beside)) is not None and reading.versions is not None:
+            found(Table(asked, reading.versions, table))
+        return table
+
+    def frame(self, call: Hashable, beside: Callable[[], Beside]) -> Any:
+        """Return the frame of a call of Dask's reader that was made before; None if it has to be made again.
+
+        It is if a file has been replaced, or a column is not kept.
+        """
+        asked, versions, made = self._frames.get(call, _UNKNOWN)
+        if made is None:
+            return None
+        reading = self._reading(asked, _decoding)
         try:
+            if not reading.look() or reading.versions != versions:
+                return None
+        except OSError:  # a file that is not there any more
+            return None
+        return self._of(reading, beside, made.frame)
+
+    def made(self, call: Hashable, tables: Sequence[Table | None], frame: Any) -> None:
+        """Note the frame of a call of Dask's reader that has read one table of local files.
+
+        ``tables``: the tables that it has read; None for those of other reads.
+        """
+        if len(tables) != 1 or (read := tables[0]) is None or read.asked.stored:
+            return
+        if self._frames.get(call, _UNKNOWN)[:2] == (read.asked, read.versions):
+            return
+        made = None
+        try:
+            made = import_module("dask_gpurt.frames.cudf_reads").FrameOfRead.of(frame, read.table)
+        except Exception as error:  # whatever has moved in the library
+            self._metrics.fallback(Fallback.READS_NOT_KEPT, repr(error))
+        with self._lock:
+            self._frames[call] = read.asked, read.versions, made
+            if len(self._frames) > MAX_CALLS:
+                del self._frames[next(iter(self._frames))]
+
+    def _reading(self, asked: Asked, read: Callable[[Sequence[str] | None], Any]) -> ColumnRead:
+        tables = import_module("dask_gpurt.device.cuda_tables")
+        return ColumnRead(self._cache, tables, asked, read, self._spare, self._metrics)
+
+    def _of(
+        self,
+        reading: ColumnRead,
+        start: Callable[[], Beside],
+        made: Callable[[Any], Any] = lambda table: table,
+    ) -> Any:
+        """Return what is made of the table of a read, for the user's stream; None if the library has to read.
+
+        ``start``: returns the stream to read on.
+        """
+        try:
+            beside = start()
             try:
                 found = reading.read(beside.stream)
             except BaseException:
                 beside.join(())  # of columns that others may drop, copies may still run
                 raise
             beside.join([*found.columns, *reading.new_columns])
-        except MemoryError:
-            raise
+            result = made(found)
+        except (MemoryError, _NotKeptError) as error:
+            if isinstance(error, MemoryError):
+                raise
+            return None
         except Exception as error:  # whatever the library raises: it may be able to read as it was asked
             self._metrics.fallback(Fallback.READS_NOT_KEPT, repr(error))
             return None
         reading.keep()
-        return found
+        return result
+
+
+_UNKNOWN = Asked((), None), (), None
+
+
+class _NotKeptError(Exception):
+    """Columns would have to be decoded."""
+
+
+def _decoding(names: Sequence[str] | None) -> Any:
+    raise _NotKeptError
 
 
 def asked_of(

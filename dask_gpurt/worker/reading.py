@@ -22,6 +22,7 @@ from distributed.worker_state_machine import StateMachineEvent
 
 from dask_gpurt.config import ReadSettings
 from dask_gpurt.dask_hooks import READS, PatchSet, UnsupportedError
+from dask_gpurt.dask_hooks.parquet_files import call_of
 from dask_gpurt.dask_hooks.readers import PATH_READERS, STREAM_READERS, WRITERS, Readers
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import (
@@ -48,7 +49,7 @@ from dask_gpurt.reads.policy import (
 from dask_gpurt.reads.turns import ComputeSlots, Turn
 from dask_gpurt.topology.hosts import nvml_library, visible_devices
 from dask_gpurt.worker import Layer
-from dask_gpurt.worker.kept_reads import KeptColumns, asked_of
+from dask_gpurt.worker.kept_reads import KeptColumns, Table, asked_of
 
 #: Environment variable of kvikio and libcudf; libcudf reads it once, at its first read of a file.
 NTHREADS = "KVIKIO_NTHREADS"
@@ -67,6 +68,7 @@ class _Execution:
     ``turn``: its turn to run user code.
     ``is_reading``: whether its thread is inside a reader. Readers may call each other.
     ``asked``: what its call of cudf's reader asks for, until that calls libcudf's.
+    ``tables``: what its calls of cudf's reader have read within one of Dask's; None where that is not known.
     ``computed_s``: CPU time of its thread, in seconds.
     """
 
@@ -77,6 +79,7 @@ class _Execution:
     turn: Turn
     is_reading: bool = False
     asked: Asked | None = None
+    tables: list[Table | None] = field(default_factory=list)
     times: ReadTimes = field(default_factory=ReadTimes)
     computed_s: float = 0.0
 
@@ -279,11 +282,29 @@ class WorkerReads:
     def read(self, execution: _Execution, reader: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a reader, without waiting for a turn if no user code can have run before."""
         if not execution.begins_with_read:
-            return self._timed(execution, reader, *args, **kwargs)
+            return self._read(execution, reader, *args, **kwargs)
         self._start_next(execution)
-        result = self._timed(execution, reader, *args, **kwargs)
+        result = self._read(execution, reader, *args, **kwargs)
         execution.begins_with_read = False
         self._wait(execution)
+        return result
+
+    def _read(self, execution: _Execution, reader: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a reader would; without a read that could wait for files if all columns are kept."""
+        columns, streams = self.columns, self.streams
+        call = None if columns is None else call_of(args, kwargs)
+        if columns is not None and streams is not None and call is not None:
+            with self.turns.reading(execution.turn):
+                found = columns.frame(call, streams.beside)
+            if found is not None:
+                self.count_stream()
+                return found
+        try:
+            result = self._timed(execution, reader, *args, **kwargs)
+            if columns is not None and call is not None:
+                columns.made(call, execution.tables, result)
+        finally:
+            execution.tables.clear()
         return result
 
     def write(self, execution: _Execution, writer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -333,6 +354,7 @@ def _noting(read_parquet: Callable[..., Any]) -> Callable[..., Any]:
         if execution is None or not execution.is_reading or execution.reads.columns is None:
             return read_parquet(*args, **kwargs)
         execution.asked = asked_of(*args, **kwargs)
+        execution.tables.append(None)
         try:
             return read_parquet(*args, **kwargs)
         finally:
@@ -375,7 +397,11 @@ def _of_columns(execution: _Execution, options: Any, plainly: Callable[[], Any],
     """Return what a reader of libcudf would, through the cache of columns; None if it has to be called."""
     asked, kept = execution.asked, execution.reads.columns
     execution.asked = None
-    if asked is None or kept is None or (found := kept.read(asked, options, plainly, beside)) is None:
+
+    def note(table: Table) -> None:
+        execution.tables[-1] = table
+
+    if asked is None or kept is None or (found := kept.read(asked, options, plainly, beside, note)) is None:
         return None
     execution.reads.count_stream()
     return found

@@ -7,6 +7,7 @@ import decimal
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,89 @@ def test_what_a_task_writes_into_its_result_and_full_memory_change_nothing(files
         report = dask_gpurt.report(client)
         assert report["counters"]["reads.bytes.device"] >= 5 * report["counters"]["reads.bytes.decoded"] > 0
         assert "reads.not-kept" not in report["fallbacks"]
+
+
+def described(frame: Any) -> tuple[list[Any], pa.Table]:
+    """Return what a task gets: the facts about a frame, and its values."""
+    index = frame.index
+    of_index = [type(index).__name__, index.name, str(index.dtype), len(index), list(index.to_pandas()[:3])]
+    dtypes = [(label, str(dtype)) for label, dtype in frame.dtypes.items()]
+    of_columns = [repr(frame.columns), frame._data.label_dtype, frame._data.level_names]
+    return [*of_index, dtypes, *map(str, of_columns)], frame.to_arrow(preserve_index=True)
+
+
+def refuse_reads(dask_worker: Any) -> None:
+    import cudf
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("cudf reads")
+
+    dask_worker.reader, cudf.read_parquet = cudf.read_parquet, refused
+
+
+def allow_reads(dask_worker: Any) -> None:
+    import cudf
+
+    cudf.read_parquet = dask_worker.reader
+
+
+def indexed(tmp_path: Path) -> str:
+    """Return the path of a file with an index that pandas has stored, dates, and numbers with a precision."""
+    frame = table(1).to_pandas()[["number", "maybe", "word", "price"]]
+    frame["day"] = [np.datetime64("2021-01-01") + int(n) for n in frame.number]
+    schema = pa.schema(
+        [("day", pa.date32()), ("word", pa.string()), ("price", pa.decimal128(12, 2)), ("number", pa.int64())]
+    )
+    path = str(tmp_path / "indexed.parquet")
+    stored = frame.set_index("number")[["day", "word", "price"]]
+    pq.write_table(pa.Table.from_pandas(stored, schema=schema), path, row_group_size=300)
+    return path
+
+
+def test_frames_of_kept_columns_are_those_that_cudf_reads(files: list[str], tmp_path: Path) -> None:
+    path = indexed(tmp_path)
+    table(2).to_pandas()[["number", "word"]].to_parquet(tmp_path / "numbered.parquet", row_group_size=300)
+    time.sleep(1.1 * LEAST_AGE_NS / 1e9)
+    reads: list[Any] = [
+        lambda: dd.read_parquet(files, columns=["word", "number", "time"], blocksize=None),
+        lambda: dd.read_parquet(files, blocksize=None),
+        lambda: dd.read_parquet(files[0], columns=["price", "flag"], split_row_groups=1),
+        lambda: dd.read_parquet(path, blocksize=None),
+        lambda: dd.read_parquet(path, columns=["day"], blocksize=None),
+        lambda: dd.read_parquet(path, columns=["price", "word"], index=False, blocksize=None),
+        lambda: dd.read_parquet(str(tmp_path / "numbered.parquet"), blocksize=None),
+    ]
+    # Whose index is not of its columns.
+    others = [lambda: dd.read_parquet(str(tmp_path / "numbered.parquet"), split_row_groups=1)]
+
+    def computed(some: Sequence[Any] = reads) -> list[Any]:
+        tasks = [dask.delayed(described)(part) for read in some for part in read().to_delayed()]
+        return list(dask.compute(*tasks))
+
+    def compare(found: list[Any], expected: list[Any]) -> None:
+        assert len(found) == len(expected)
+        for (facts, values), (known, rows) in zip(found, expected, strict=True):
+            assert facts == known
+            assert values.equals(rows)
+
+    with dask.config.set({"dataframe.backend": "cudf"}), cluster("cudf", 1) as client:
+        first, numbered = computed(), computed(others)
+        compare(computed(), first)
+        for _ in range(2):
+            compare(computed(others), numbered)
+        client.run(refuse_reads)
+        compare(computed(), first)
+        client.run(allow_reads)
+        pq.write_table(table(5), files[1], row_group_size=300)
+        time.sleep(1.1 * LEAST_AGE_NS / 1e9)
+        changed = computed()
+        more = table(5).num_rows - table(1).num_rows
+        total = [sum(values.num_rows for _, values in found) for found in (first, changed)]
+        assert total == [total[0], total[0] + 2 * more]
+        client.run(refuse_reads)
+        compare(computed(), changed)
+        client.run(allow_reads)
+        assert "reads.not-kept" not in dask_gpurt.report(client)["fallbacks"]
 
 
 def test_columns_whose_room_is_needed_come_back_from_pinned_memory(files: list[str]) -> None:

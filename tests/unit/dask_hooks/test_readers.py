@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +20,8 @@ import pytest
 from dask.dataframe.dask_expr.io.io import FusedParquetIO
 from dask.dataframe.dask_expr.io.parquet import ReadParquetPyarrowFS
 
-from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks import PatchSet, parquet_files
+from dask_gpurt.dask_hooks.parquet_files import call_of
 from dask_gpurt.dask_hooks.readers import READERS, STREAM_READERS, WRITERS, Readers
 from dask_gpurt.dask_hooks.types import Task, TaskRef
 
@@ -309,3 +311,30 @@ def test_a_static_method_stays_one(patches: PatchSet, readers: Readers) -> None:
     assert isinstance(vars(ReadParquetPyarrowFS)["_fragment_to_table"], staticmethod)
     patches.restore()
     assert ReadParquetPyarrowFS._fragment_to_table is not of_class
+
+
+def test_equal_reads_of_local_files_by_cudf_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}).to_parquet(tmp_path / "0.parquet")
+    frame = dd.read_parquet(tmp_path)
+
+    def read(columns: list[str]) -> Any:
+        (task,) = frame[columns].optimize().__dask_graph__().values()
+        return task.func, task.args[0]
+
+    reader, part = read(["a"])
+    assert call_of((reader, part), {}) is None  # pandas reads
+    monkeypatch.setattr(parquet_files, "_is_engine_of_cudf", lambda engine: True)
+    call = call_of((reader, part), {})
+    assert call is not None
+    assert call_of(pickle.loads(pickle.dumps((reader, part))), {}) == call
+    assert call_of(read(["a"]), {}) == call
+    assert call_of((reader, [part]), {}) == call
+    other = {**part, "piece": (part["piece"][0], [0], None)}
+    for another in (read(["a", "b"]), (reader, other), (reader, [part, part])):
+        assert call_of(another, {}) not in (None, call)
+    pattern = {**part, "piece": (str(tmp_path / "*.parquet"), None, None)}
+    reader.common_kwargs["of a user"] = lambda: None
+    for unknown in ((reader, pattern), (reader, part), (len, part), (reader,)):
+        assert call_of(unknown, {}) is None

@@ -18,7 +18,7 @@ WORDS = re.compile("cuda|nvml|rmm|cupy|cudf", re.IGNORECASE)
 #: runtime, and `cli` starts clusters and lists versions.
 ALLOWED = (
     *("device/", "topology/", "overlap/", "frames/cudf.py", "frames/cupy.py"),
-    "frames/programs/cudf.py",
+    *("frames/cudf_reads.py", "frames/programs/cudf.py"),
     *("tools/", "cli/", "dask_hooks/"),
     "frames/registry.py",  # the table of libraries
     "config/values.py",  # the names of paths, which users set

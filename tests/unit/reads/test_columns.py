@@ -29,7 +29,8 @@ from dask_gpurt.reads import arrow_tables
 from dask_gpurt.reads import columns as module
 from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
-from dask_gpurt.worker.kept_reads import asked_of
+from dask_gpurt.worker import kept_reads
+from dask_gpurt.worker.kept_reads import KeptColumns, asked_of
 from dask_gpurt.worker.tiers import WorkerTiers
 from tests.helpers.far_device import Far, FarDevice
 
@@ -298,6 +299,109 @@ def test_a_table_larger_than_the_cache_does_not_evict_itself(library: Library) -
             library.read(cache, (file,), ("a",))
         served.append(20 - len(library.calls))
     assert min(served[1:]) >= 4
+
+
+# ---- frames of earlier reads --------------------------------------------------------------------------
+
+
+class Frame(NamedTuple):
+    """Stand in for a frame, and for how it is made of a table again."""
+
+    table: Table
+
+    @classmethod
+    def of(cls, frame: Frame, table: Table) -> Frame | None:
+        return frame if same(frame.table, table) else None
+
+    def frame(self, table: Table) -> Frame:
+        return Frame(table)
+
+
+class FrameReads:
+    """Read frames of files through their columns, as a worker does."""
+
+    def __init__(self, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+        modules = {"dask_gpurt.frames.cudf_reads": SimpleNamespace(FrameOfRead=Frame)}
+        monkeypatch.setattr(kept_reads, "import_module", lambda name: modules.get(name, Tables()))
+        self.library, self.metrics, self.looks = library, Metrics(), 0
+        self.cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
+        self.kept = KeptColumns(self.cache, contextlib.nullcontext, self.metrics)
+        self.beside = SimpleNamespace(stream=None, join=lambda columns: None)
+
+    def again(self, call: Any = "call") -> Any:
+        return self.kept.frame(call, lambda: self.beside)
+
+    def read(self, files: Sequence[int], names: tuple[str, ...], *, times: int = 1) -> Table:
+        """Read, and note the frame."""
+        tables: list[Any] = []
+        options = SimpleNamespace(names=names, set_column_names=lambda some: setattr(options, "names", some))
+        asked = Asked(tuple((str(file), None, ()) for file in files), names)
+
+        def plainly() -> Table:
+            self.library.calls.append(options.names)
+            if self.library.replaced_by_read is not None:
+                self.library.versions[self.library.replaced_by_read] += 1
+            return self.library.table(files, options.names)
+
+        found: Table = self.kept.read(asked, options, plainly, self.beside, tables.append)
+        self.kept.made("call", times * tables, Frame(found))
+        return found
+
+
+@pytest.fixture
+def frames(library: Library, monkeypatch: pytest.MonkeyPatch) -> FrameReads:
+    return FrameReads(library, monkeypatch)
+
+
+def test_a_frame_is_made_again_without_a_read(
+    frames: FrameReads, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert frames.again() is None
+    frames.read((1, 2), ("a", "b"))
+    looked: list[Any] = []
+    monkeypatch.setattr(module, "versions_of", lambda paths: looked.append(1) or library.versions_of(paths))
+    assert same(frames.again().table, library.table((1, 2), ("a", "b")))
+    assert len(library.calls) == len(looked) == 1
+    assert frames.again("another call") is None
+
+
+def test_a_frame_whose_file_was_replaced_or_whose_columns_went_is_read(
+    frames: FrameReads, library: Library
+) -> None:
+    frames.read((1,), ("a",))
+    library.versions[1] += 1
+    assert frames.again() is None
+    frames.read((1,), ("a",))
+    assert same(frames.again().table, library.table((1,), ("a",)))
+    frames.cache.release(1)
+    assert frames.again() is None
+    assert len(library.calls) == 2
+
+
+def test_a_frame_of_other_contents_than_the_columns_is_not_made_again(
+    frames: FrameReads, library: Library
+) -> None:
+    """The file changes while it is read, and is read by others then: its columns are kept."""
+    library.replaced_by_read = 1
+    frames.read((1,), ("a",))
+    library.replaced_by_read = None
+    library.read(frames.cache, (1,), ("a",))
+    assert frames.again() is None
+
+
+def test_a_frame_of_several_reads_is_not_made_again(frames: FrameReads) -> None:
+    frames.read((1,), ("a",), times=2)
+    assert frames.again() is None
+
+
+def test_a_frame_that_is_not_of_the_columns_is_not_made_again(frames: FrameReads, library: Library) -> None:
+    found = frames.read((2,), ("a",))
+    frames.kept._frames.clear()
+    asked = Asked((("2", None, ()),), ("a",))
+    table = kept_reads.Table(asked, library.versions_of(["2"]), found)
+    frames.kept.made("call", [table], Frame(library.table((1,), ("a",))))
+    assert frames.again() is None
+    assert not frames.metrics.fallbacks()
 
 
 # ---- columns below the device -----------------------------------------------------------------------

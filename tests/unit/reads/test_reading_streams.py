@@ -12,6 +12,7 @@ from dask_gpurt.device.host import HostDevice
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.columns import Asked
 from dask_gpurt.reads.policy import BESIDE_ON_GPU
+from dask_gpurt.reads.turns import Turn
 from dask_gpurt.worker import kept_reads, reading
 from tests.helpers.far_device import FarDevice
 
@@ -44,6 +45,7 @@ class Execution:
         self.reads = self
         self.streams = self if has_streams else None
         self.told: list[str] = []
+        self.tables: list[Any] = [None]
         self.joined: list[tuple[str, ...]] = []
         self.counted = 0
 
@@ -127,6 +129,7 @@ class Columns:
         self.order: list[Any] = []
         self.error = error
         self.new_columns = ["kept"]
+        self.versions = None
         monkeypatch.setattr(kept_reads, "ColumnRead", self.reading)
         monkeypatch.setattr(kept_reads, "import_module", lambda name: "tables")
         self.metrics = Metrics()
@@ -184,3 +187,35 @@ def test_what_a_call_of_cudf_asks_for_is_known_within_it_only(monkeypatch: pytes
         execution.columns = columns
         assert noted(["/x"], "cudf", columns=["a"]) == expected
         assert execution.asked is None
+
+
+@pytest.fixture
+def reads() -> reading.WorkerReads:
+    """Return the reads of a worker on a device with streams that keeps columns."""
+    worker, columns = MagicMock(**{"state.nthreads": 1}), MagicMock()
+    found = reading.WorkerReads(worker, FarDevice(), ReadSettings(None, None), Metrics(), columns)
+    found.columns, found.streams = columns, MagicMock()
+    return found
+
+
+def test_a_read_of_kept_columns_is_not_timed(reads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads that touch no file tell nothing about waits for files, and clocks take system calls."""
+    execution: Any = MagicMock(begins_with_read=False, turn=Turn("key"), tables=[])
+    monkeypatch.setattr(reading, "call_of", lambda args, kwargs: args)
+    monkeypatch.setattr(reading.ThreadTime, "now", lambda: pytest.fail("timed"))
+    reads.columns.frame.return_value = "kept"
+    assert reads.read(execution, lambda part: pytest.fail("read"), "part") == "kept"
+    reads.columns.frame.assert_called_once_with(("part",), reads.streams.beside)
+    execution.times.add.assert_not_called()
+
+
+def test_what_a_call_has_read_is_noted_and_released(reads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    execution: Any = MagicMock(begins_with_read=False, turn=Turn("key"), tables=[])
+    monkeypatch.setattr(reading, "call_of", lambda args, kwargs: args)
+    reads.columns.frame.return_value = None
+    noted: list[Any] = []
+    reads.columns.made = lambda call, tables, frame: noted.append((call, [*tables], frame))
+    assert reads.read(execution, lambda part: execution.tables.append("table") or "frame", "part") == "frame"
+    assert noted == [(("part",), ["table"], "frame")]
+    assert execution.tables == []
+    execution.times.add.assert_called_once()
