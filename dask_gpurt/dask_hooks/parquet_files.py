@@ -12,7 +12,8 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 from dask._expr import Expr
@@ -45,6 +46,13 @@ _META_OF_CUDF = Seam(
     "dask_cudf._legacy.io.parquet:CudfEngine._create_dd_meta",
     "cls dataset_info kwargs",
     bodies=("9ab98b16d3b7",),
+)
+
+#: Of the metadata of all columns of its files, a task that reads uses the name of the columns.
+_READ_PART = Seam(
+    "dask.dataframe.io.parquet.core:read_parquet_part",
+    "fs engine meta part columns index kwargs",
+    bodies=("e69ad0d3aba5",),
 )
 
 #: Operands that do not influence these facts.
@@ -461,6 +469,26 @@ def _reduced_info(info: FileInfo) -> Any:
 
 # Arrow pickles none, so cloudpickle failed, by which Dask sends plans that call functions of ``__main__``.
 copyreg.pickle(FileInfo, _reduced_info)
+
+
+@cache
+def _uses_the_name_only() -> bool:
+    return _READ_PART.difference() is None
+
+
+def _reduced_reader(reader: ParquetFunctionWrapper) -> Any:
+    """Return how the function of a task that reads is pickled: without metadata that it does not use.
+
+    Dask pickles that with each task. Most of the time of unpickling a task went into it, and a frame of cudf
+    takes memory of the device for each column.
+    """
+    state = dict(vars(reader))
+    if _uses_the_name_only():
+        state["meta"] = SimpleNamespace(columns=SimpleNamespace(name=reader.meta.columns.name))
+    return copyreg.__newobj__, (ParquetFunctionWrapper,), state  # type: ignore[attr-defined]
+
+
+copyreg.pickle(ParquetFunctionWrapper, _reduced_reader)
 
 
 def pickled(value: Any) -> bytes:

@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 from dask.dataframe.dask_expr.io.io import FusedParquetIO
 from dask.dataframe.dask_expr.io.parquet import ReadParquetPyarrowFS
+from distributed.protocol.pickle import dumps, loads
 
 from dask_gpurt.dask_hooks import PatchSet, parquet_files
 from dask_gpurt.dask_hooks.parquet_files import call_of
@@ -338,3 +339,27 @@ def test_equal_reads_of_local_files_by_cudf_are_known(
     reader.common_kwargs["of a user"] = lambda: None
     for unknown in ((reader, pattern), (reader, part), (len, part), (reader,)):
         assert call_of(unknown, {}) is None
+
+
+@pytest.mark.parametrize("name", [None, "named"])
+def test_tasks_that_read_are_pickled_without_the_metadata_of_columns(name: Any, tmp_path: Path) -> None:
+    table = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}).rename_axis(columns=name)
+    table.to_parquet(tmp_path / "0.parquet")
+    frame = dd.read_parquet(tmp_path)
+    (task,) = frame[["a"]].optimize().__dask_graph__().values()
+    reader, part = task.func, task.args[0]
+    assert list(reader.meta.columns) == ["a", "b"]
+    found = loads(dumps(reader))
+    assert not hasattr(found.meta, "dtypes")
+    assert vars(found).keys() == vars(reader).keys()
+    pd.testing.assert_frame_equal(found(part), reader(part))
+    assert len(dumps(found)) == len(dumps(reader))  # again, by a scheduler
+
+
+def test_tasks_that_read_are_pickled_as_they_are_if_dask_uses_more_of_the_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pd.DataFrame({"a": [1, 2]}).to_parquet(tmp_path / "0.parquet")
+    (task,) = dd.read_parquet(tmp_path).optimize().__dask_graph__().values()
+    monkeypatch.setattr(parquet_files, "_uses_the_name_only", lambda: False)
+    assert list(loads(dumps(task.func)).meta.columns) == ["a"]
