@@ -1,6 +1,8 @@
 """Read, carry over and pickle facts about Parquet files that Dask caches in expressions.
 
 Dask collects them as it plans a read: paths, sizes, statistics and a checksum.
+
+Decisions and their figures: ``docs/decisions/reads.md``.
 """
 
 from __future__ import annotations
