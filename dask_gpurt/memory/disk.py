@@ -19,7 +19,7 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
@@ -200,8 +200,10 @@ class _Layout:
         return [next(device if number in self.from_device else host) for number in range(len(spans))]
 
 
-class DiskTier(MutableMapping[str, Frames]):
+class DiskTier:
     """Map keys to files in a directory of its own. Thread-safe; keys must not be deleted while read.
+
+    A key is used once. See :class:`~dask_gpurt.memory.lower_tiers.LowerTier`.
 
     Deleting a key takes effect immediately. Its file is removed in a thread of the tier: unlinking a large
     file is too slow for the event loop, or under a lock.
@@ -265,11 +267,7 @@ class DiskTier(MutableMapping[str, Frames]):
                 raise self._no_room(size, error.strerror or str(error)) from error
             raise
         with self._lock:
-            before = self._files.get(key)
             self._files[key] = _File(path, size, layout.in_order(spans), layout.from_device)
-        if before is not None:
-            self._unlink(before)
-            self._give_back(before.size)
 
     def _write(self, path: str, layout: _Layout, ordered: bool) -> list[Span]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -374,23 +372,6 @@ class DiskTier(MutableMapping[str, Frames]):
         most = self.used + self._free()
         return most if self.capacity is None else min(most, self.capacity)
 
-    def clear(self) -> None:
-        # The method of the base class would read each object.
-        with self._lock:
-            files, self._files = self._files, {}
-        for file in files.values():
-            self._unlink(file)
-            self._give_back(file.size)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._files))
-
-    def __len__(self) -> int:
-        return len(self._files)
-
     def settle(self) -> None:
         """Wait until the files of deleted keys are unlinked."""
         with self._lock:
@@ -412,8 +393,10 @@ class DiskTier(MutableMapping[str, Frames]):
         """
         with self._lock:
             self._closed = True
+            files, self._files = self._files, {}
         self._unlinking.shutdown()
-        self.clear()
+        for file in files.values():
+            self._give_back(file.size)
         self._remove()
 
     def _unlink(self, file: _File) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import mmap
 import threading
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -45,10 +45,10 @@ def sizes(frames: Frames) -> list[int]:
     return [sum(piece.size for piece in buffer) for buffer in frames.buffers]
 
 
-class MemoryTier(MutableMapping[str, Frames]):
+class MemoryTier(ABC):
     """Store objects in host memory, each one entirely or not at all. Thread-safe.
 
-    Returned buffers refer to the tier's memory, and are valid until the key is deleted or replaced.
+    Returned buffers refer to the tier's memory, and are valid until the key is deleted.
     Implements :class:`~dask_gpurt.memory.lower_tiers.LowerTier`.
     """
 
@@ -101,10 +101,7 @@ class MemoryTier(MutableMapping[str, Frames]):
 
     def _keep(self, key: str, frames: Frames, pieces: Scattered) -> None:
         with self._lock:
-            before = self._entries.get(key)
             self._entries[key] = frames, pieces
-        if before is not None:
-            self._free(before[1])
 
     def __getitem__(self, key: str) -> Frames:
         return self._entries[key][0]
@@ -143,15 +140,6 @@ class MemoryTier(MutableMapping[str, Frames]):
                 return
             _, pieces = self._entries.pop(key)
         self._free(pieces)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._entries))
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def close(self) -> None:
         """Delete everything. Deleting a key afterwards is a no-op."""

@@ -316,7 +316,11 @@ class Machine(RuleBasedStateMachine):
     def account_is_right(self) -> None:
         live = self.live()
         assert self.holds() <= set(live)
-        assert sum(map(len, self.tiers.values())) == len(self.model) - len(live)
+        stored = [
+            getattr(tier, "_files" if tier is self.tiers[Tier.DISK] else "_entries")
+            for tier in self.tiers.values()
+        ]
+        assert sum(map(len, stored)) == len(self.model) - len(live)
         roots: dict[Tier, Roots] = {tier: {} for tier in Tier}
         for value in live.values():
             roots[self.home(value)].update(owned(value))
