@@ -99,26 +99,18 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 return  # the other one is on; Dask drops this idempotent plugin
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
-        self._spared = spare_tracebacks()
+        spare_tracebacks()
         self.switch = Switch(self._switch_on, self._switch_off)
-        try:
-            await self.switch.on()
-        except BaseException:
-            scheduler.loop.add_callback(self._spared.close)  # once Dask has logged what this raises
-            raise
+        await self.switch.on()
 
     async def close(self) -> None:
         # The registry of metrics is global to the process and would keep the closed scheduler alive, and the
         # process may go on, as that of a notebook.
         self._hide()
-        self._spared.close()
 
     async def stop(self) -> None:
         """Switch the runtime off and restore Dask, on the scheduler and on all workers."""
-        try:
-            await self.switch.off()
-        finally:
-            self._spared.close()
+        await self.switch.off()
 
     # ---- on and off ----------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self._undo = AsyncExitStack()
         self._switching = _switching.setdefault(worker, asyncio.Lock())
         self._id = uuid.uuid4().hex
-        self._spared = spare_tracebacks()
+        spare_tracebacks()
         async with self._switching:
             try:
                 self._require_version()
@@ -392,7 +392,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         async with self._switching:
             self.is_on = False
             await self._undo.aclose()  # a second call is a no-op
-        self._spared.close()
 
     def _progress(self, _worker: WorkerServer) -> dict[str, Any]:
         return progress(self.exchange.recent_runs, self.metrics)
