@@ -319,19 +319,17 @@ class DiskTier:
         found |= zip(there, self._read_to_device(file, [file.spans[n] for n in there]), strict=True)
         return Frames(found[0].tobytes(), tuple([found[number]] for number in numbers[1:]))
 
-    def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
-        """Read one buffer of an object, ``into`` memory of :meth:`part_room` bytes if given."""
+    def part(
+        self, key: str, which: int, into: np.ndarray | None = None, *, to_device: bool = False
+    ) -> Scattered:
+        """Read one buffer of an object, ``into`` memory of :meth:`part_room` bytes, or to the device."""
         file = self._files[key]
-        return self._read(file, [file.spans[1 + which]], into)
+        spans = [file.spans[1 + which]]
+        return self._read_to_device(file, spans) if to_device else self._read(file, spans, into)
 
     def part_room(self, key: str, which: int) -> int:
         """Return the bytes of memory needed to read one buffer."""
         return extent([self._files[key].spans[1 + which]])[1]
-
-    def part_to_device(self, key: str, which: int) -> Scattered:
-        """Read one buffer of an object into new memory of the device."""
-        file = self._files[key]
-        return self._read_to_device(file, [file.spans[1 + which]])
 
     def part_size(self, key: str, which: int) -> int:
         """Return the bytes of one buffer of an object."""

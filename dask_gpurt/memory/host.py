@@ -110,13 +110,11 @@ class MemoryTier(ABC):
         """Return an object in host memory, for the device to gather."""
         return self[key]
 
-    def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
-        """Return one buffer of an object, which refers to the tier's memory."""
+    def part(
+        self, key: str, which: int, into: np.ndarray | None = None, *, to_device: bool = False
+    ) -> Scattered:
+        """Return one buffer of an object, which refers to the tier's memory; the device gathers it."""
         return self._entries[key][0].buffers[which]
-
-    def part_to_device(self, key: str, which: int) -> Scattered:
-        """Return one buffer in host memory, for the device to gather."""
-        return self.part(key, which)
 
     def part_room(self, key: str, which: int) -> int:
         """Return 0, since buffers are read in place."""

@@ -57,12 +57,13 @@ class LowerTier(Protocol):
         """Return an object, with buffers on the device if the tier can read directly to it."""
         ...
 
-    def part(self, name: str, which: int, into: np.ndarray | None = None, /) -> Scattered:
-        """Return one buffer, read ``into`` memory of :meth:`part_room` bytes if given."""
-        ...
+    def part(
+        self, name: str, which: int, into: np.ndarray | None = None, /, *, to_device: bool = False
+    ) -> Scattered:
+        """Return one buffer, read ``into`` memory of :meth:`part_room` bytes if given.
 
-    def part_to_device(self, name: str, which: int, /) -> Scattered:
-        """Return one buffer of an object, on the device if the tier can read directly to it."""
+        ``to_device``: whether to read directly to the device, if the tier can.
+        """
         ...
 
     def part_room(self, name: str, which: int, /) -> int:
@@ -166,8 +167,7 @@ class LowerTiers:
 
     def _part(self, wanted: tuple[PartOf, bool], memory: np.ndarray | None = None) -> Scattered:
         (tier, name, which), to_device = wanted
-        store = self._tiers[tier]
-        return store.part_to_device(name, which) if to_device else store.part(name, which, memory)
+        return self._tiers[tier].part(name, which, memory, to_device=to_device)
 
     def discard(self, tier: Tier, name: str) -> None:
         """Delete an object."""

@@ -260,6 +260,11 @@ LINKS_OF_PATH = dict(
 )
 
 
+#: Transfers of a worker: peer, path, bytes, seconds and number, as
+#: :class:`~dask_gpurt.exchange.paths.Traffic` counts them.
+Transfers = Sequence[tuple[str, str, int, float, int]]
+
+
 class SchedulerTopology:
     """Keep a :class:`Topology` in step with the workers of a scheduler.
 
@@ -270,6 +275,8 @@ class SchedulerTopology:
         self._scheduler = scheduler
         self._moved = moved
         self.topology = Topology()
+        #: Called with a worker and its transfers, whichever link they took.
+        self.listeners: list[Callable[[str, Transfers], None]] = []
 
     # ---- places of workers -------------------------------------------------------------
 
@@ -285,8 +292,10 @@ class SchedulerTopology:
 
     # ---- speeds of links ---------------------------------------------------------------
 
-    def traffic(self, worker: str, totals: Sequence[tuple[str, str, int, float, int]]) -> None:
+    def traffic(self, worker: str, totals: Transfers) -> None:
         """Learn speeds from the transfers that a worker reports (stream handler)."""
+        for listener in self.listeners:
+            listener(worker, totals)
         for peer, path, nbytes, seconds, transfers in totals:
             if not self.topology.place(peer) or not self.topology.place(worker):
                 continue  # one of them has left, or has not reported its place yet

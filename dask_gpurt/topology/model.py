@@ -5,7 +5,6 @@ Decisions and their figures: ``docs/decisions/placement.md``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,17 +36,10 @@ class Speed:
 
     ``bandwidth``: bytes per second, above 0.
     ``latency``: seconds until the first byte, at least 0.
-    Raises ValueError if either is out of range or not a number.
     """
 
     bandwidth: float
     latency: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.bandwidth < math.inf:
-            raise ValueError(f"a bandwidth is a number of bytes per second above 0, not {self.bandwidth}")
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"a latency is a number of seconds of at least 0, not {self.latency}")
 
     def seconds(self, nbytes: float, transfers: int = 1) -> float:
         """Return the seconds that sequential transfers with this total of bytes take."""

@@ -40,15 +40,14 @@ def add_metric(worker: WorkerServer, name: str, read: Callable[[Any], dict[str, 
     """Send a value with each heartbeat of a worker.
 
     ``read``: called with the worker; returns the value.
-    Returns a function that ends that, and restores an earlier metric of the same name.
+    Returns a function that ends that.
     """
-    before = {name: worker.metrics[name]} if name in worker.metrics else {}
     # Copies: a heartbeat may be iterating over the old dict.
     worker.metrics = {**worker.metrics, name: read}
 
     def remove() -> None:
         if worker.metrics.get(name) == read:  # and not the metric of a later plugin
-            worker.metrics = {each: m for each, m in worker.metrics.items() if each != name} | before
+            worker.metrics = {each: m for each, m in worker.metrics.items() if each != name}
 
     return remove
 

@@ -9,12 +9,11 @@ from typing import Any
 from dask.typing import Key
 from distributed import SchedulerPlugin
 
-from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.monitor.dashboard.sampler import MAX_ENDS, Sampler
 from dask_gpurt.observe.shown_tiers import shown_tiers
-from dask_gpurt.protocol import PROGRESS_METRIC, TRAFFIC_OP
+from dask_gpurt.protocol import PROGRESS_METRIC
 from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
 from dask_gpurt.topology.model import Link, Speed
@@ -40,7 +39,6 @@ class Collector(SchedulerPlugin):
         self.seconds = 0.0
         self._scheduler: SchedulerServer = runtime.scheduler
         self._clock = clock
-        self._patches = PatchSet()
         self._timer: Any = None
 
     # ---- on and off ----------------------------------------------------------------------
@@ -48,7 +46,7 @@ class Collector(SchedulerPlugin):
     def install(self) -> None:
         """Start collecting."""
         self._scheduler.add_plugin(self, name=NAME)
-        self._patches.put_item(self._scheduler.stream_handlers, TRAFFIC_OP, self._after_traffic)
+        self.runtime.places.listeners.append(self.take_traffic)
         self._tick()
 
     def uninstall(self) -> None:
@@ -56,7 +54,7 @@ class Collector(SchedulerPlugin):
         if self._timer is not None:
             self._scheduler.loop.remove_timeout(self._timer)
             self._timer = None
-        self._patches.restore()
+        self.runtime.places.listeners.remove(self.take_traffic)
         if self._scheduler.plugins.get(NAME) is self:
             del self._scheduler.plugins[NAME]
 
@@ -114,13 +112,6 @@ class Collector(SchedulerPlugin):
             for task in (*barrier.dependencies, *barrier.dependents):
                 if task.state == "memory":
                     self.sampler.shuffles.transition(task.key, "memory", at)
-
-    def _after_traffic(self, original: Callable[..., None]) -> Callable[..., None]:
-        def on_traffic(worker: str, totals: Sequence[tuple[str, str, int, float, int]]) -> None:
-            original(worker, totals)
-            self.take_traffic(worker, totals)
-
-        return on_traffic
 
     def take_traffic(self, worker: str, totals: Iterable[tuple[str, str, int, float, int]]) -> None:
         """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.paths.Traffic`."""

@@ -61,7 +61,7 @@ def test_files_of_the_host_and_of_the_device(sizes: list[tuple[int, bool]]) -> N
         assert [isinstance(piece, Far) for [piece] in back.buffers] == [far for _, far in sizes]
         for which, expected in enumerate(content(given)):
             assert disk.part("a", which)[0].tobytes() == expected
-            assert disk.part_to_device("a", which)[0].memory.tobytes() == expected
+            assert disk.part("a", which, to_device=True)[0].memory.tobytes() == expected
     finally:
         disk.close()
 
@@ -166,7 +166,7 @@ def test_a_gpu_writes_and_reads_files(tmp_path: Path, way: str, sizes: list[int]
     disk["b"] = Frames(b"header", tuple([array] for array in arrays))  # at any offset
     assert [piece.tobytes() for [piece] in disk["a"].buffers[1:]] == expected
     back = [piece for [piece] in disk.to_device("a").buffers[1:]]
-    back_alone = [disk.part_to_device("b", which)[0] for which in range(len(sizes))]
+    back_alone = [disk.part("b", which, to_device=True)[0] for which in range(len(sizes))]
     for found in (back, back_alone):
         assert [cupy.asnumpy(cupy.asarray(buffer)).tobytes() for buffer in found] == expected
     [path, _] = sorted(Path(disk.path).iterdir())

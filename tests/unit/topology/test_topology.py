@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
+from dask_gpurt.topology import SHIPPED, Link, Place, Topology
 from dask_gpurt.topology.model import (
     WINDOW_S,
 )
@@ -173,14 +173,3 @@ def test_an_old_speed_is_forgotten_after_a_window() -> None:
         for _ in range(round(5 * WINDOW_S)):
             topology.observe("w0", "w1", round(bandwidth), 1.0)
         assert topology.learned()[Link.TCP].bandwidth == pytest.approx(bandwidth, rel=0.05)
-
-
-# ---- figures -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "wrong", [(-1.0, 0.0), (0.0, 0.0), (1.0, -1.0), (float("nan"), 0.0), (1.0, float("inf"))]
-)
-def test_a_speed_that_makes_no_sense_is_refused(wrong: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match=r"a (bandwidth|latency) is a number of"):
-        Speed(*wrong)
