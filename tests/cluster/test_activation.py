@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -214,23 +213,6 @@ def test_enable_again_does_nothing_and_disable_gives_dask_back(local: LocalClust
     assert state(local) == before
 
 
-def test_of_two_clients_one_is_switched_off(local: LocalCluster, plain: Client) -> None:
-    before = state(local)
-    with (
-        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as second,
-        Client(second) as other,
-    ):
-        dask_gpurt.enable(other)
-        dask_gpurt.enable(plain)
-        dask_gpurt.disable(plain)
-        assert dask_gpurt.is_enabled(other)
-        assert shuffle_runs(other) == 1
-        with plain.as_current():
-            assert shuffle_runs(plain) == 0
-        dask_gpurt.disable(other)
-    assert state(local) == before
-
-
 def test_a_cluster_that_is_closed_while_on_leaves_nothing(local: LocalCluster, plain: Client) -> None:
     before = state(local)
     with (
@@ -241,20 +223,6 @@ def test_a_cluster_that_is_closed_while_on_leaves_nothing(local: LocalCluster, p
     with plain.as_current():
         assert shuffle_runs(plain) == 0
     dask_gpurt.disable(other)
-    assert state(local) == before
-
-
-def test_an_asynchronous_client_awaits(local: LocalCluster) -> None:
-    async def session() -> tuple[bool, bool, bool]:
-        async with Client(local.scheduler_address, asynchronous=True) as client:
-            assert await dask_gpurt.enable(client) is client
-            on = (await dask_gpurt.report(client, connect=True))["enabled"]
-            known = dask_gpurt.is_enabled(client)
-            assert await dask_gpurt.disable(client) is client
-            return on, known, (await dask_gpurt.report(client))["enabled"]
-
-    before = state(local)
-    assert asyncio.run(session()) == (True, True, False)
     assert state(local) == before
 
 

@@ -128,42 +128,6 @@ def test_the_best_path_is_taken_and_shown(shared_cluster: SharedCluster, library
             }
 
 
-def test_shards_are_pulled_while_other_producers_still_work(library: Library) -> None:
-    """Shards are at their owner, or offered to it, before the last transfer task begins."""
-    import dask.dataframe as dd
-    from distributed import Event
-
-    with cluster(library.name) as client:
-        random = np.random.default_rng(0)
-        parts = [pd.DataFrame({"key": random.integers(0, 99, 1000)}) for _ in range(PARTS)]
-
-        def make(i: int) -> Any:
-            if i == PARTS - 1:
-                Event("last").wait(timeout=60)
-            return library.frame(parts[i])
-
-        df = dd.from_map(make, range(PARTS), meta=library.frame(parts[0].iloc[:0]))
-        out = df.shuffle("key").persist()
-        offered = 0.0
-        while offered < 2 * (PARTS - 2):  # no event exists for this; the test's time limit bounds it
-            found = counters(client)
-            offered = sum(v for k, v in found.items() if k.startswith("exchange.shards."))
-        Event("last", client=client).set()
-        assert sum(map(len, partitions(out))) == PARTS * 1000
-
-
-@pytest.mark.parametrize("rows", [1, 1000])
-def test_one_huge_value_travels_alone(rows: int, shared_cluster: SharedCluster, library: Library) -> None:
-    """Skew within a partition: a single row takes most of the pool."""
-    if library.name == "cudf":
-        pytest.skip("strings of cudf are cut the same way; a pool this small is tested above")
-    with shared_cluster.client(library.name, exchange__pool="512 kiB"):
-        texts = ["x" * 300_000] + ["y" * 100] * (rows - 1)
-        df = library.collection([pd.DataFrame({"key": np.arange(rows) % 3, "text": texts}) for _ in range(4)])
-        out = partitions(df.shuffle("key"))
-        assert sum(frame.text.str.len().sum() for frame in out) == 4 * sum(map(len, texts))
-
-
 def test_a_row_larger_than_the_pool_is_an_error_that_names_the_setting(
     shared_cluster: SharedCluster, library: Library
 ) -> None:

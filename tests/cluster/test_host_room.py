@@ -122,21 +122,6 @@ async def test_a_producer_waits_for_what_another_worker_has_published(
 
 
 @on_cluster(workers=2)
-async def test_a_producer_waits_for_what_another_worker_has_no_use_for(
-    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends = [exchange_of(worker) for worker in (a, b)]
-    boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
-    shm = Shm(monkeypatch, 4 * MIB)
-    shm.pools = [box.pool for box in boxes]
-    kept, gone = filled(boxes[0].pool, PAGE), filled(boxes[0].pool, 3 * MIB)
-    boxes[0].give_back(gone)
-    block = await ends[1].offload(cut, boxes[1], 2 * MIB)
-    boxes[1].give_back(block)
-    boxes[0].give_back(kept)
-
-
-@on_cluster(workers=2)
 async def test_a_wait_for_memory_that_other_files_fill_ends(
     client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

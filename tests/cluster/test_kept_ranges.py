@@ -242,17 +242,6 @@ def test_nothing_waits_for_a_slow_worker_that_has_the_files(bucket: Bucket) -> N
         blocked.result()
 
 
-def test_the_files_of_a_worker_that_retires_are_read_elsewhere(bucket: Bucket) -> None:
-    with dask.config.set({"distributed.scheduler.work-stealing": False}), cluster("pandas", 3) as client:
-        assert bucket.table("fsspec").y.sum().compute() == FILES * sum(range(ROWS))
-        client.retire_workers([next(iter(client.nthreads()))], close_workers=False, remove=True)
-        from_store(client)
-        for number in (1, 2):
-            found = (bucket.table("fsspec").y + number).sum().compute()
-            assert found == FILES * (sum(range(ROWS)) + number * ROWS)
-            assert (from_store(client) > 0) == (number == 1)
-
-
 def test_nothing_is_kept_if_it_is_off(bucket: Bucket) -> None:
     with cluster("pandas", 1, cache="off") as client:
         assert bucket.table("fsspec").x.max().compute() == FILES

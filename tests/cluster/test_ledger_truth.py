@@ -146,20 +146,6 @@ def test_prefixes_of_what_the_tiers_hold(library: Library) -> None:
         assert usage(client, "prefix").empty
 
 
-def test_switched_off_and_on_again(library: Library) -> None:
-    """Reports from before the restart no longer count, not even those of the last heartbeat."""
-    with cluster(library.name, workers=1, **SMALL) as client:
-        for seed in range(3):
-            held = client.submit(make, library, ROWS, seed)
-            wait(held)
-            rest(client)
-        dask_gpurt.disable(client)
-        dask_gpurt.enable(client)
-        rest(client)
-        del held
-        rest(client, empty=True)
-
-
 def test_without_tiers_there_are_rows_of_what_shuffles_hold(library: Library) -> None:
     with cluster(library.name, workers=1, memory__tiers=False) as client:
         held = client.submit(make, library, ROWS, 1)

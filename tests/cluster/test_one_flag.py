@@ -14,7 +14,7 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from click.testing import CliRunner
-from distributed import Client, LocalCluster, get_client
+from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.cli import main
@@ -173,21 +173,6 @@ def test_the_scheduler_is_restarted_without_and_with_the_flag() -> None:
             until(lambda: dask_gpurt.is_enabled(client))
 
 
-def test_beside_a_client_that_follows_local_schedulers_compute_by_tasks() -> None:
-    """Dask's own default, p2p, fails there."""
-    local: Any = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
-    with LocalCluster(**local) as cluster, Client(cluster) as client:
-        with Client(cluster, set_as_default=False) as other:
-            dask_gpurt.enable(other)
-            until(lambda: dask_gpurt.is_enabled(client))
-        expected = query().compute()
-        for scheduler in ("threads", "sync"):
-            pd.testing.assert_frame_equal(query().compute(scheduler=scheduler), expected)
-            parts = dask.compute(*query().to_delayed(), scheduler=scheduler)
-            pd.testing.assert_frame_equal(pd.concat(parts), expected)
-        dask_gpurt.disable(client)
-
-
 # ---- clients and schedulers that lack it ---------------------------------------------
 
 
@@ -319,17 +304,6 @@ def test_a_flag_plans_as_much_as_a_client_that_switches_it_on(flagged: str) -> N
         anyway = (dask_gpurt.enable(client), graph())[1]
     assert by_flag == switched_on == anyway
     assert by_flag != kept_out
-
-
-def test_a_client_in_a_task_is_planned_for(flagged: str) -> None:
-    def compute() -> tuple[bool, int]:  # workers cannot import the tests
-        client, frame = get_client(), dd.from_pandas(pd.DataFrame({"key": [*range(17)] * 9}), npartitions=4)
-        return dask_gpurt.is_enabled(client), len(frame.groupby("key").size(split_out=2).compute())
-
-    with Client(flagged) as client:
-        before = runs(client)
-        assert client.submit(compute).result() == (True, 17)
-        assert runs(client) > before
 
 
 def test_a_client_without_the_package_is_named(flagged: str) -> None:

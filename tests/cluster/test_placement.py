@@ -65,16 +65,6 @@ def test_a_restart_in_the_middle_of_work(client: Client) -> None:
     assert not _fallbacks(client)
 
 
-def test_a_shuffle_runs_under_our_choices(client: Client) -> None:
-    import dask.dataframe as dd
-    import pandas as pd
-
-    frame = pd.DataFrame({"key": range(1000), "value": range(1000)})
-    left, right = (dd.from_pandas(frame, npartitions=8) for _ in range(2))
-    assert len(left.merge(right, on="key").compute()) == 1000
-    assert not _fallbacks(client)
-
-
 def _fallbacks(client: Client) -> dict[str, Any]:
     found = dask_gpurt.report(client)["fallbacks"]
     return {what: known for what, known in found.items() if what.startswith("placement")}

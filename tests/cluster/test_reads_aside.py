@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import pandas as pd
 import pytest
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 from distributed import worker_client
 from distributed.core import Status
-from pandas.testing import assert_frame_equal
 
 import dask_gpurt
 from tests.helpers.clusters import cluster
@@ -346,27 +344,3 @@ def test_a_task_that_runs_out_of_memory_after_its_read_is_run_again(tmp_path: Pa
         assert total.compute() == sum(range(ROWS))
         found = dask_gpurt.report(client)["counters"]
         assert (found["memory.retries"], found["reads.aside"]) == (1, 1)
-
-
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
-def test_results_are_those_of_dask(tmp_path: Path, filesystem: str) -> None:
-    for part in range(6):
-        keys = [(7 * part + row) % 50 for row in range(200)]
-        frame = pd.DataFrame({"key": keys, "a": range(200), "text": [f"t{key}" for key in keys]})
-        frame.to_parquet(tmp_path / f"{part}.parquet")
-    left = dd.read_parquet(tmp_path, columns=["key", "a"], filesystem=filesystem)
-    right = dd.read_parquet(tmp_path, filesystem=filesystem)
-    right = right[right.a < 20].drop_duplicates(subset=["key"], split_out=3)[["key", "text"]]
-    joined = left[left.a % 3 == 0].merge(right, on="key", shuffle_method="tasks")
-    query = joined.groupby("text").a.sum().reset_index()
-    with dask.config.set(scheduler="sync"):
-        query = query.optimize()  # inspects the files with the current scheduler
-        expected = query.compute().sort_values("text", ignore_index=True)
-
-    @on_reading_cluster(**{"gpurt.reads.beside": 1, "gpurt.takeover": "all"})
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        found = (await client.compute(query)).sort_values("text", ignore_index=True)
-        assert_frame_equal(found, expected)
-        assert (await dask_gpurt.report(client))["counters"]["reads.aside"]
-
-    run()
