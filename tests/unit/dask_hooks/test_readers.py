@@ -208,45 +208,6 @@ def test_a_task_with_inputs_may_begin_with_a_read(folder: Path, readers: Readers
     assert not readers.begins_with_read(Task.fuse(reading, prepared, both))
 
 
-def test_of_a_library_that_is_imported_later_the_reader_is_wrapped_then(
-    patches: PatchSet, readers: Readers, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Uses a class of the same name instead of dask_cudf, with the wrapped attributes."""
-    (later,) = (reader for reader in READERS if reader.seam.name.startswith("dask_cudf"))
-
-    class CudfReadParquetPyarrowFS:
-        @staticmethod
-        def _fragments_to_cudf_dataframe(
-            fragment_wrappers: Any, filters: Any, columns: Any, schema: Any
-        ) -> Any:
-            return fragment_wrappers
-
-    class CudfFusedParquetIO:
-        @classmethod
-        def _load_multiple_files(cls, frag_filters: Any, columns: Any, schema: Any) -> Any:
-            reader = CudfReadParquetPyarrowFS._fragments_to_cudf_dataframe
-            return reader([fragment for fragment, _ in frag_filters], None, columns, schema)
-
-    module: Any = ModuleType("dask_cudf.io.parquet")
-    for kind in (CudfReadParquetPyarrowFS, CudfFusedParquetIO):
-        kind.__module__, kind.__qualname__ = module.__name__, kind.__name__
-        for name in vars(kind):
-            if name.startswith(("_fragments", "_load")):
-                function = getattr(getattr(kind, name), "__func__", getattr(kind, name))
-                function.__module__, function.__qualname__ = module.__name__, f"{kind.__name__}.{name}"
-        setattr(module, kind.__name__, kind)
-    before = CudfReadParquetPyarrowFS.__dict__["_fragments_to_cudf_dataframe"]
-    monkeypatch.setitem(sys.modules, "dask_cudf", ModuleType("dask_cudf"))
-    monkeypatch.setitem(sys.modules, "dask_cudf.io", ModuleType("dask_cudf.io"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    fused = Task("fused", CudfFusedParquetIO._load_multiple_files, [("a", None)], None, None)
-    assert readers.begins_with_read(fused)
-    assert fused() == ["a"]
-    assert calls == [later.seam.short]
-    patches.restore()
-    assert CudfReadParquetPyarrowFS.__dict__["_fragments_to_cudf_dataframe"] is before
-
-
 @pytest.mark.parametrize("converters", [None, {"a": int}])
 def test_a_reader_that_calls_code_of_users_is_left_alone(
     folder: Path, readers: Readers, calls: list[str], converters: Any
@@ -305,13 +266,6 @@ def test_a_reader_of_a_library_is_wrapped_once_it_is_imported(
     assert library.read_parquet("options") == ("options", "own stream")
     patches.restore()
     assert library.read_parquet is read_parquet
-
-
-def test_a_static_method_stays_one(patches: PatchSet, readers: Readers) -> None:
-    of_class = ReadParquetPyarrowFS._fragment_to_table
-    assert isinstance(vars(ReadParquetPyarrowFS)["_fragment_to_table"], staticmethod)
-    patches.restore()
-    assert ReadParquetPyarrowFS._fragment_to_table is not of_class
 
 
 def test_equal_reads_of_local_files_by_cudf_are_known(

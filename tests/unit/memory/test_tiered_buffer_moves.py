@@ -98,16 +98,6 @@ def test_a_file_is_damaged_and_its_key_goes(spilled: TieredBuffer, meanwhile: An
     assert_gone(tmp_path)
 
 
-def test_a_view_is_as_large_as_it_is_when_it_comes_back(tmp_path: Path) -> None:
-    tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(200 * KIB, 0, 0, None))
-    tiered_buffer["h"] = array(1, 100)[:KIB]
-    assert tiered_buffer.largest(1) == [("h", 100 * KIB)]
-    tiered_buffer.spill(ALL)
-    assert tiered_buffer["h"].size == KIB
-    assert tiered_buffer.largest(1) == [("h", KIB)]
-    assert tiered_buffer.live_bytes(Tier.DEVICE) == KIB
-
-
 @pytest.mark.parametrize("read", [True, False])
 def test_an_adopted_key_leaves_the_mapping_before_us(tiered_buffer: TieredBuffer, read: bool) -> None:
     before = {"x": array(1)}

@@ -32,6 +32,7 @@ from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
 from dask_gpurt.worker import kept_reads
 from dask_gpurt.worker.kept_reads import KeptColumns, asked_of
 from dask_gpurt.worker.tiers import WorkerTiers
+from tests.helpers.examples import examples
 from tests.helpers.far_device import Far, FarDevice
 
 COLUMNS = ("a", "b", "c")
@@ -186,6 +187,7 @@ STEPS = st.lists(
 )
 
 
+@examples(200)
 @given(steps=STEPS, has_below=st.booleans())
 def test_reads_are_as_the_library_makes_them(
     steps: list[tuple[Any, Any, int | None, bool, int, int]], has_below: bool
@@ -258,12 +260,6 @@ def test_an_index_that_is_stored_comes_with_the_columns(library: Library, names:
     for _ in range(2):
         assert same(library.read(cache, (0,), names), library.table((0,), names))
     assert library.calls == [None, None]
-
-
-def test_an_index_of_one_file_is_none_of_another(library: Library) -> None:
-    cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
-    for files in ((0, 1), (1,), (0, 1), (0,)):
-        assert same(library.read(cache, files, ("a",)), library.table(files, ("a",)))
 
 
 def test_parts_of_columns_are_not_taken_for_columns(library: Library) -> None:
@@ -432,15 +428,6 @@ def test_columns_that_find_no_room_on_the_device_are_kept_below(library: Library
     for files, names in (((1,), ("b",)), ((2, 1), None), ((0,), ("a",))):
         assert same(library.read(cache, files, names), library.table(files, names))
     assert (library.calls, cache.nbytes) == ([], 0)
-
-
-def test_a_file_replaced_after_its_columns_went_below_is_read(library: Library) -> None:
-    cache = both()
-    library.read(cache, (1,), None)
-    cache.release(cache.nbytes)
-    library.versions[1] += 1
-    assert same(library.read(cache, (1,), None), library.table((1,), None))
-    assert library.calls == [None, None]
 
 
 def test_data_that_is_spilled_takes_the_room_of_columns(library: Library) -> None:

@@ -101,25 +101,11 @@ def test_what_is_found_saves_the_time_of_fetching_it(
     assert metrics.total("reads.hits.{source}") == {("cache",): 2}
 
 
-def test_a_file_replaced_between_reads_is_read_anew(cache: RangeCache) -> None:
-    stored = Stored(b"0123456789")
-    read_all(cache, stored)
-    stored.replace(b"abcdefghij")
-    assert read_all(cache, stored) == stored.data
-    assert cache.nbytes == 10  # of the new one only
-
-
 def test_a_file_replaced_while_it_is_read_is_read_again_and_not_kept(cache: RangeCache) -> None:
     stored, metrics = Stored(b"0123456789"), Metrics()
     assert read_all(cache, stored, lambda: stored.replace(b"abcdefghij"), metrics) == b"abcdefghij"
     assert cache.nbytes == 0
     assert metrics.total("reads.replaced") == {(): 1}
-
-
-def test_a_file_partly_cached_that_is_replaced_meanwhile_is_read_again(cache: RangeCache) -> None:
-    stored = Stored(b"0123456789")
-    cache.keep("path", 0, {0: b"01234"})
-    assert read_all(cache, stored, lambda: stored.replace(b"abcdefghij")) == b"abcdefghij"
 
 
 def test_an_error_from_bytes_of_two_files_is_not_raised(cache: RangeCache) -> None:
@@ -462,13 +448,6 @@ def test_tables_by_other_filters_share_nothing(folder: Folder) -> None:
     rows = [folder.read(["x"], filters=[("x", "<", most)], schema=schema).num_rows for most in (10, 20, 10)]
     assert rows == [10, 20, 10]
     assert folder.read(["x"], schema=schema).num_rows == NUMBERS
-
-
-def test_a_table_of_a_file_that_was_replaced_is_read_anew(folder: Folder) -> None:
-    for first in (0, 1000, 2000):
-        folder.write(first)
-        for columns in (["x"], ["x", "word"]):
-            assert folder.read(columns)["x"][0].as_py() == first
 
 
 @pytest.mark.parametrize("at", range(1, 8))

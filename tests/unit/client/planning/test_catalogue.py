@@ -35,8 +35,6 @@ VALUES = (1, 0.5, -300, True, "ant", pd.Timestamp("2013-01-02"), np.int8(2), pd.
 EVERY = max(1, round(17 / FACTOR))
 AGGREGATIONS = ("sum", "mean", "min", "max", "count", "size", "nunique", "std", "var", "first", "median")
 
-Program = Callable[[Any, Any], Any]
-
 
 def of_columns(left: Any, right: Any) -> Iterator[Any]:
     """Yield a thunk for each operation on columns of each dtype, with others and with values."""
@@ -381,32 +379,6 @@ def test_extremes_of_one_partition_need_no_rows_to_be_described(
     assert value.to_dict() == {"key": 5}
 
 
-def test_labels_and_text_make_no_new_questions(library: Library, planner: Planner) -> None:
-    left = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)[["key", "name", "ratio"]]
-    with planner.used():
-        for names in (("key", "name", "ratio"), ("a", "b", "c")):
-            few = left.rename(columns=dict(zip(left.columns, names, strict=True)))
-            key, name, ratio = (few[each] for each in names)
-            asked = planner.count("metadata.computed")
-            metadata(few.assign(new=(key * 2 < ratio) & (name == names[1]) & (ratio > len(name.name))).expr)
-            metadata(
-                few[key > len(name.name)].reset_index(drop=True).assign(**{names[2]: key, "new": ratio}).expr
-            )
-    assert planner.count("metadata.computed") == asked
-
-
-def test_the_columns_of_a_frame_make_no_new_questions(library: Library, planner: Planner) -> None:
-    left = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
-    columns = (["name", "key", "ratio", "flag"], ["key", "flag"], ["flag", "key", "when"])
-    with planner.used():
-        for number, few in enumerate(columns):
-            frame = left[few].rename(columns={"key": "other"})
-            asked = planner.count("metadata.computed")
-            metadata(frame[left.flag].assign(new=left.small).reset_index(drop=True).expr)
-            if number:
-                assert planner.count("metadata.computed") == asked
-
-
 def test_first_rows_ask_about_the_columns_of_their_order(library: Library, planner: Planner) -> None:
     frame = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
     with planner.used():
@@ -438,15 +410,6 @@ def test_first_rows_are_as_the_example_of_dask(planner: Planner, monkeypatch: py
     with planner.used():
         rows = frame.sort_values("key").head(3, compute=False).simplify()
         assert rows.dtypes["text"] == "str"
-
-
-def test_joins_ask_about_columns_of_a_dtype_once(library: Library, planner: Planner) -> None:
-    left = right = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
-    with planner.used():
-        metadata(left[["key", "name"]].merge(right[["key", "ratio"]], on="key").expr)
-        asked = planner.count("metadata.computed")
-        metadata(left[["key", "ratio"]].merge(right[["key", "name"]], on="key").expr)
-    assert planner.count("metadata.computed") == asked
 
 
 @pytest.mark.parametrize("library", ["pandas"], indirect=True)  # what a scheduler asks of any library
