@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections import Counter
-from functools import wraps
 from typing import Any
 
 import dask.dataframe as dd
@@ -25,7 +23,7 @@ from dask_gpurt.cli import main
 from dask_gpurt.cli.doctor import examine
 from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.observe import Fallback
-from tests.helpers.in_process import gen_client_cluster, on_plain_cluster, until, whole_state
+from tests.helpers.in_process import gen_client_cluster, on_plain_cluster, whole_state
 
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
 
@@ -203,65 +201,6 @@ def test_every_process_looks_at_expressions(
 
 
 # ---- beside others ---------------------------------------------------------------------------
-
-
-class Counting:
-    """Wrap the same methods as our plugin, and count the calls, as another package's plugin."""
-
-    def __init__(self, worker: Any):
-        self.worker, self.calls = worker, Counter[str]()
-        self.found: dict[str, Any] = {}
-        for name in ("execute", "gather_dep"):
-            self.found[name] = getattr(worker, name)
-            setattr(worker, name, self._counted(name))
-        for name, handlers in (("get_data", worker.handlers), ("remove-worker", worker.stream_handlers)):
-            self.found[name] = handlers[name]
-            handlers[name] = self._counted(name)
-
-    def _counted(self, name: str) -> Any:
-        original = self.found[name]
-
-        @wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls[name] += 1
-            return original(*args, **kwargs)
-
-        return counted
-
-    def restore(self) -> None:
-        self.worker.execute, self.worker.gather_dep = self.found["execute"], self.found["gather_dep"]
-        self.worker.handlers["get_data"] = self.found["get_data"]
-        self.worker.stream_handlers["remove-worker"] = self.found["remove-worker"]
-
-
-async def move_something(client: Any, a: Any, b: Any) -> None:
-    """Compute a task on one worker, and another on the other worker that reads its result."""
-    made = client.submit(list, range(100), workers=[a.address], pure=False)
-    assert await client.submit(len, made, workers=[b.address], pure=False) == 100
-
-
-@gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
-async def test_a_plugin_that_wraps_the_same_goes_on_when_ours_goes(
-    client: Any, scheduler: Any, a: Any, b: Any
-) -> None:
-    below, above = Counting(b), None
-    await dask_gpurt.enable(client)
-    above = Counting(b)
-    await move_something(client, a, b)
-    before = dict(below.calls), dict(above.calls)
-    assert below.calls["execute"] == above.calls["execute"] > 0
-    assert below.calls["gather_dep"] == above.calls["gather_dep"] > 0
-    await dask_gpurt.disable(client)
-    await move_something(client, a, b)
-    await move_something(client, b, a)
-    assert below.calls["execute"] == above.calls["execute"] > before[0]["execute"]
-    assert below.calls["gather_dep"] == above.calls["gather_dep"] > before[1]["gather_dep"]
-    assert below.calls["get_data"] == above.calls["get_data"] > 0
-    await a.close()
-    await until(lambda: above.calls["remove-worker"] == 1)
-    assert below.calls["remove-worker"] == 1
-    above.restore()
-    below.restore()
 
 
 #: Windows: without the modules and functions that Python has on Linux only.

@@ -72,16 +72,6 @@ def held(client: Client) -> Samples:
     return {(*place, kind): row[kind] for place, row in rows.iterrows() for kind in rows}
 
 
-def moved(client: Client) -> Samples:
-    prefix = "memory.spill.bytes."
-    return {
-        (address, *name.removeprefix(prefix).split(".")): value
-        for address, worker in dask_gpurt.report(client)["workers"].items()
-        for name, value in worker["counters"].items()
-        if name.startswith(prefix)
-    }
-
-
 def restful(samples: Samples) -> Samples:
     return {labels: value for labels, value in samples.items() if labels[-1] != RESTLESS}
 
@@ -101,15 +91,3 @@ def test_pages_say_what_the_tiers_hold(spilled: tuple[Client, Any]) -> None:
     for worker in client.nthreads():
         assert shown[worker, "device", "capacity"] == 4 * MIB
         assert shown[worker, "disk", "partitions"] > 0
-
-
-def test_pages_count_what_was_spilled_under_one_name(spilled: tuple[Client, Any]) -> None:
-    client, _ = spilled
-    until(lambda: pages(client)["dask_worker_gpurt_spill_bytes_total"] == moved(client))
-    shown = pages(client)
-    assert {source for _, source, _ in shown["dask_worker_gpurt_spill_bytes_total"]} == {"device"}
-    seconds = dask_gpurt.report(client)["counters"]["memory.spill.seconds"]
-    assert sum(shown["dask_worker_gpurt_spill_seconds_total"].values()) == pytest.approx(seconds)
-    assert not [name for name in shown if name.startswith("dask_worker_gpurt_memory_spill")]
-    assert all(value > 0 for value in shown["dask_worker_gpurt_memory_peak_bytes"].values())
-    assert {tier for _, tier in shown["dask_worker_gpurt_memory_peak_bytes"]} >= {"device", "disk"}

@@ -164,9 +164,6 @@ class Host:
             "ex": [bool(record.ex) for record in seen],
         }
 
-    def launch_many(self, launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [self.launch(**launch) for launch in launches]
-
     def forget(self) -> None:
         self.own.clear()
 
