@@ -111,24 +111,6 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_slabs")
-def test_slabs_double_until_the_capacity_is_reached() -> None:
-    registered = Registrations()
-    pool = BlockPool(11 * BLOCK, block=BLOCK, register=registered)
-    held = [pool.allocate(BLOCK) for _ in range(2)]
-    assert registered.sizes() == [2]
-    held += [pool.allocate(BLOCK) for _ in range(9)]
-    assert registered.sizes() == [2, 2, 4, 3]
-    assert pool.backed == pool.used == pool.capacity
-    with pytest.raises(NoRoom):
-        pool.allocate(1)
-    for pieces in held:
-        pool.free(pieces)
-    assert pool.used == 0
-    pool.close()
-    assert sorted(registered.undone) == sorted(start for start, _ in registered.areas)
-
-
-@pytest.mark.usefixtures("small_slabs")
 @examples(40)
 @given(st.lists(st.one_of(st.integers(0, 9 * BLOCK), st.integers(-8, -1)), max_size=40))
 def test_pieces_lie_in_registered_memory_and_never_overlap(steps: list[int]) -> None:

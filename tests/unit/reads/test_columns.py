@@ -420,16 +420,6 @@ def test_columns_that_have_to_go_come_back_from_below(library: Library) -> None:
     assert metrics.total("reads.hits.{source}") == {("pinned",): 1, ("device",): 2}
 
 
-def test_columns_that_find_no_room_on_the_device_are_kept_below(library: Library) -> None:
-    cache = both(room=0)
-    library.read(cache, (1, 2), None)
-    library.read(cache, (0,), ("a",))
-    library.calls.clear()
-    for files, names in (((1,), ("b",)), ((2, 1), None), ((0,), ("a",))):
-        assert same(library.read(cache, files, names), library.table(files, names))
-    assert (library.calls, cache.nbytes) == ([], 0)
-
-
 def test_data_that_is_spilled_takes_the_room_of_columns(library: Library) -> None:
     """Even if the columns were just read: their memory is free once the read is over."""
     cache = both(room=0)

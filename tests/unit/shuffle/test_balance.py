@@ -38,22 +38,6 @@ def input_of(sizes: dict[int, int]) -> InputSizes:
     return InputSizes.of([section], len(sizes))
 
 
-def test_an_input_tells_of_its_heavy_outputs_only() -> None:
-    sizes = {output: 10 for output in range(100)} | {3: 500, 4: 12}
-    told = input_of(sizes)
-    assert told.nbytes == 8 * sum(sizes.values())
-    assert told.heavy == {3: 4000}
-
-
-def test_outputs_have_the_bytes_of_all_inputs() -> None:
-    sizes = RunSizes(1, range(4), 2)
-    for source, rows in enumerate(({0: 70, 1: 10, 2: 10, 3: 10}, {0: 10, 1: 70, 2: 10, 3: 10})):
-        assert not sizes.is_complete
-        sizes.add(source, input_of(rows))
-    assert sizes.is_complete
-    assert sizes.nbytes() == pytest.approx({0: 640, 1: 640, 2: 160, 3: 160})
-
-
 def test_outputs_that_no_input_reports_have_the_mean_of_the_rest() -> None:
     sizes = RunSizes(1, range(100), 1)
     sizes.add(0, input_of({output: 10 for output in range(100)} | {3: 500, 4: 12}))
@@ -98,21 +82,6 @@ def loads(nbytes: dict[int, float], owners: dict[int, str]) -> dict[str, float]:
 
 def capacities(**rooms: float) -> list[OwnerCapacity]:
     return [OwnerCapacity(worker, room=rooms.get(worker, math.inf)) for worker in WORKERS]
-
-
-@given(
-    outputs=st.integers(1, 200),
-    workers=st.integers(1, 12),
-    size=st.floats(0, 1e12),
-    spread=st.floats(0, 0.15),
-    seed=st.integers(0, 99),
-)
-def test_even_outputs_never_move(outputs: int, workers: int, size: float, spread: float, seed: int) -> None:
-    chance = random.Random(seed)
-    outputs *= workers  # as many for each
-    nbytes = {output: size * chance.uniform(1 - spread / 2, 1 + spread / 2) for output in range(outputs)}
-    names = [str(worker) for worker in range(workers)]
-    assert not balanced(nbytes, dealt(outputs, names), [OwnerCapacity(name) for name in names]).to
 
 
 @st.composite

@@ -23,12 +23,6 @@ def shares(owners: Owners) -> list[Share]:
 # ---- a run begins --------------------------------------------------------------------
 
 
-def test_each_owner_receives_its_outputs_in_one_share() -> None:
-    owners = begun()
-    assert shares(owners) == [Share(0, A, (0, 1)), Share(1, B, (2, 3))]
-    assert (owners.epoch, owners.left, owners.sealed) == (0, frozenset(), False)
-
-
 def test_outputs_that_are_not_wanted_have_an_owner_and_no_share() -> None:
     owners = Owners.begin({0: A, 1: A, 2: B, 3: B}, wanted={1})
     assert shares(owners) == [Share(0, A, (1,))]

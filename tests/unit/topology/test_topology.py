@@ -49,11 +49,6 @@ def test_the_link_between_two_places(here: Place, there: Place, link: Link) -> N
     assert topology.way("x", "y")[1].seconds(MIB) == SHIPPED[link].seconds(MIB)
 
 
-def test_a_worker_reaches_itself_without_a_copy_to_another_device() -> None:
-    assert picture(x=Place("a")).link("x", "x") == Link.SAME_DEVICE
-    assert Topology().link("unknown", "unknown") == Link.SAME_DEVICE
-
-
 @pytest.mark.parametrize("by_tcp", [False, True])
 def test_dependencies_go_by_tcp_where_dasks_comms_do(by_tcp: bool) -> None:
     near, far = gpu("a", 0, rdma=True, by_tcp=by_tcp), gpu("b", 0, rdma=True, by_tcp=by_tcp)
@@ -82,12 +77,6 @@ def test_the_report_of_a_host_counts_before_the_places_of_devices() -> None:
 
 
 # ---- near and far --------------------------------------------------------------------
-
-
-def test_workers_are_found_by_their_host() -> None:
-    topology = picture(far=gpu("b", 0), host=gpu("a", 2), twin=gpu("a", 0), me=gpu("a", 0))
-    assert list(topology.on_host("a")) == ["host", "twin", "me"], "in the order of arrival"
-    assert list(topology.on_host("b")) == ["far"]
 
 
 places = st.builds(
