@@ -49,8 +49,18 @@ class GpurtShuffle(P2PShuffle):
 
     @functools.cached_property
     def _meta(self) -> Any:
-        kept = self.frame._meta.drop(columns=self.partitioning_index)
+        rows = self.rows._meta
+        kept = rows.drop(columns=self.partitioning_index) if self.partitioning_index in rows.columns else rows
         return kept.reset_index(drop=True) if self._drops_index else kept
+
+    @property
+    def rows(self) -> Any:
+        """Return what is shuffled, without the column of targets if it is only added as it is transferred."""
+        frame = self.frame
+        targets = frame.exprs[0] if isinstance(frame, Fused) else frame
+        if isinstance(targets, HashTargets) and targets.operand("kept") is not None:
+            return targets.frame[targets.operand("kept")]
+        return targets.frame if isinstance(targets, (HashTargets, RangeTargets)) else frame
 
     @property
     def _drops_index(self) -> bool:
@@ -60,7 +70,7 @@ class GpurtShuffle(P2PShuffle):
         index, so it is dropped only if new row numbers match that meta.
         """
         set_index = self.original_partitioning_index is None
-        return bool(self.ignore_index) and (set_index or _is_numbering(self.frame._meta.index))
+        return bool(self.ignore_index) and (set_index or _is_numbering(self.rows._meta.index))
 
     @property
     def label(self) -> str:

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from dask._expr import Expr
-from dask.dataframe.dask_expr import _accessor, _expr, _groupby, _reductions
+from dask.dataframe.dask_expr import _accessor, _expr, _groupby, _reductions, _shuffle
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr.io.io import FusedIO
 from dask.dataframe.dask_expr.io.parquet import ReadParquetFSSpec, ReadParquetPyarrowFS
+from dask.typing import no_default
 
 from dask_gpurt.client.planning.catalogue.asking import Library, answered, key_of
 from dask_gpurt.client.planning.catalogue.schema import (
@@ -28,6 +29,7 @@ from dask_gpurt.client.planning.catalogue.schema import (
     Part,
     Schema,
     axis_of,
+    frame_of,
     renamed_index,
     schema_of,
 )
@@ -244,6 +246,50 @@ def numbered(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
         return None
     labels, columns = (*names, *frame.labels), (*found.columns[:-1], *frame.columns)
     return found._replace(labels=labels, columns=columns)
+
+
+def shuffled(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Return the schema of the rows that are shuffled; Dask says it where their index is dropped."""
+    return None if expr.ignore_index and expr.method == "tasks" else of(expr.frame)
+
+
+def shuffled_here(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Leave out the column of targets, and the index where row numbers follow."""
+    rows = of(expr.rows)
+    if rows is None or not _are_labels(rows.labels):
+        return None
+    kept = rows.select([label for label in rows.labels if label != expr.partitioning_index])
+    if kept is None or not kept.columns or not expr._drops_index:
+        return kept
+    return _numbered(kept, library)
+
+
+def targeted(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Add the column of targets, whose dtype does not depend on that of the keys."""
+    frame, name = of(expr.frame), expr.operand("index_name")
+    if frame is None or not (frame.is_frame and frame.columns and _are_labels([*frame.labels, name])):
+        return None
+    one = frame.one("a")
+    found = library.ask_parts(type(expr), [one], [None], lambda _: [_with_targets(type(expr), one)])
+    if found is None or found[0].labels != ("a", "b") or found[0].axis != frame.axis:
+        return None
+    labels, columns = (*frame.labels, name), (*frame.columns, found[0].columns[1])
+    return frame._replace(labels=labels, columns=columns)
+
+
+def _with_targets(kind: type, one: Schema) -> Schema | None:
+    return answered(kind, [one, ["a"], "b", 2, frame_of(one), False])
+
+
+def with_named_index(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Name the index; the columns stay."""
+    frame = of(expr.frame)
+    others = {expr.operand("mapper"), expr.operand("columns")} if frame is not None else set()
+    if frame is None or frame.has_levels or not frame.columns or others != {no_default}:
+        return asked(expr, of, library)
+    one = frame.one("a")
+    found = library.ask(type(expr), [one, *expr.operands[1:]])
+    return _like(frame, found, ("a",), one.columns)
 
 
 def _are_labels(names: Sequence[Any]) -> bool:
@@ -578,7 +624,10 @@ SCHEMAS: dict[type, Rule] = {
     _expr.Fused: of_fused,
     _expr.Isin: isin,
     _expr.Projection: projection,
+    _expr.RenameAxis: with_named_index,
     _expr.RenameFrame: renamed,
+    **dict.fromkeys((_shuffle.Shuffle, _shuffle.RearrangeByColumn), shuffled),
+    _shuffle.AssignPartitioningIndex: targeted,
     _expr.ResetIndex: numbered,
     FusedIO: of_fused_read,
 }
@@ -589,6 +638,10 @@ OTHERS: dict[str, Rule] = {
     "dask_cudf._expr.groupby:DecomposableCudfGroupbyAgg": aggregated,
     "dask_cudf.io.parquet:NoOp": same,
 }
+#: Those of the runtime's own classes, by name: they are made of what is here.
+OURS: dict[str, Rule] = {
+    "dask_gpurt.client.expressions:GpurtShuffle": shuffled_here,
+}
 
 
 @lru_cache(None)
@@ -597,7 +650,10 @@ def rule_of(kind: Any) -> Rule | None:
     # Joins are lowered to subclasses of Dask and of the runtime, which have the same metadata.
     if issubclass(kind, Merge):
         return joined
-    return SCHEMAS.get(kind) or other_rule_of(kind) or (same if _has_that_of_its_frame(kind) else None)
+    ours = OURS.get(f"{kind.__module__}:{kind.__name__}")
+    return (
+        SCHEMAS.get(kind) or ours or other_rule_of(kind) or (same if _has_that_of_its_frame(kind) else None)
+    )
 
 
 def _has_that_of_its_frame(kind: type) -> bool:
