@@ -57,6 +57,8 @@ MAGIC = NAME + b"2\n"
 FILE_LIMIT_BYTES = 32 * 2**20
 #: The most bytes of an index that is read.
 INDEX_LIMIT_BYTES = 128 * 2**20
+#: The most results that wait to be pickled.
+CONSTANT_LIMIT = 4_096
 #: How long to wait for another process that is writing.
 WRITING_TIMEOUT_S = 1.0
 
@@ -97,10 +99,11 @@ class StoredCache(Generic[Value]):
     ``kind``: the name of the kind.
     ``limit``: the most results in memory.
     ``store``: returns the store; None if results are not kept for other processes.
+    ``constant``: whether results never change.
     """
 
-    def __init__(self, kind: str, limit: int, store: Callable[[], Store | None]):
-        self._kind = kind
+    def __init__(self, kind: str, limit: int, store: Callable[[], Store | None], *, constant: bool = False):
+        self._kind, self._constant = kind, constant
         self._memory: LRU[Value] = LRU(limit)
         self._store = store
 
@@ -126,7 +129,7 @@ class StoredCache(Generic[Value]):
         """Keep a result that was not found, or is no longer valid."""
         self._memory.put((generation.number, key), value)
         if (store := self._store()) is not None and sought.digest is not None:
-            store.put(sought.digest, value)
+            store.put(sought.digest, value, constant=self._constant)
 
     def clear(self) -> None:
         """Drop the results in memory."""
@@ -170,11 +173,15 @@ class Store:
         #: Results of this process that are not in the file, with their bytes in all.
         self._waiting: OrderedDict[bytes, bytes] = OrderedDict()
         self._waiting_bytes = 0
+        #: Results of this process that never change, which are pickled as they are saved.
+        self._constant: dict[bytes, Any] = {}
         #: Digests of results in the file that this process has used.
         self._used: set[bytes] = set()
 
     def get(self, digest: bytes) -> Any | None:
         """Return a result; None if there is none, or it cannot be read."""
+        if (constant := self._constant.get(digest)) is not None:
+            return constant
         try:
             pickled = self._pickled(digest)
             # Outside of the lock: unpickling an expression may look for other results.
@@ -200,8 +207,11 @@ class Store:
                 self._used.add(digest)
             return found
 
-    def put(self, digest: bytes, result: Any) -> None:
-        """Keep a result, if it can be pickled and is not too large; pickle it now, since it may change."""
+    def put(self, digest: bytes, result: Any, *, constant: bool = False) -> None:
+        """Keep a result, if it can be pickled and is not too large; pickle it now if it may change."""
+        if constant and len(self._constant) < CONSTANT_LIMIT:
+            self._constant[digest] = result
+            return
         try:
             pickled = parquet_files.pickled(result)
         except Exception as error:  # pickling may raise anything
@@ -218,6 +228,8 @@ class Store:
     def save(self) -> None:
         """Add the results of this process to the file, and replace a damaged one. Blocks; never raises."""
         now = time.time()
+        while self._constant:
+            self.put(*self._constant.popitem())
         with self._lock:
             results, self._waiting, self._waiting_bytes = self._waiting, OrderedDict(), 0
             places = self._file.places if self._file is not None else {}
