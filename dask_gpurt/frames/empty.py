@@ -55,6 +55,17 @@ def assembled(kind: type, labels: pd.Index[Any], values: Sequence[Any], index: A
     if issubclass(kind, pd.DataFrame):
         frame: Any = kind(dict(enumerate(values)), index=index)
     else:  # its constructor would align columns and index
-        frame = kind._from_data(dict(zip(labels, values, strict=True)), index)  # type: ignore[attr-defined]
+        frame = kind._from_data(dict(zip(labels.tolist(), values, strict=True)), index)  # type: ignore[attr-defined]
     frame.columns = labels
     return frame
+
+
+def copied(frame: Any) -> Any:
+    """Return an empty frame or series of its own, whose labels and index may be changed in place.
+
+    cudf would copy each column, in most of the time; those of frames of here are shared in any case.
+    """
+    if isinstance(frame, (pd.DataFrame, pd.Series)):
+        return frame.copy(deep=False)
+    columns = frame._data._from_columns_like_self(frame._data.columns, verify=False)
+    return type(frame)._from_data(columns, frame.index.copy(deep=False))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from dask_gpurt.frames.empty import assembled, dtype_of, dtype_of_cudf, dtypes_of, values_at
+from dask_gpurt.frames.empty import assembled, copied, dtype_of, dtype_of_cudf, dtypes_of, values_at
 from dask_gpurt.frames.registry import LIBRARIES
 
 #: The attribute of an expression that holds its schema.
@@ -136,7 +136,7 @@ class Schema(NamedTuple):
 
 def frame_of(schema: Schema) -> Any:
     """Return an empty frame or series of its own: Dask's users may set the name of its index in place."""
-    return _frame_of(schema).copy(deep=False)
+    return copied(_frame_of(schema))
 
 
 @lru_cache(FRAMES_LIMIT)
