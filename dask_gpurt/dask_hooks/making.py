@@ -31,14 +31,19 @@ class _UnknownError(Exception):
     """An operand is of another type."""
 
 
-def make_faster(patches: PatchSet) -> None:
-    """Replace how expressions are made and named, if this version of Dask is known; they are the same."""
+def make_faster(patches: PatchSet, described: Callable[[Any], str | None] = lambda value: None) -> None:
+    """Replace how expressions are made and named, if this version of Dask is known.
+
+    They are the same, but for the names of those of which an operand is described.
+
+    ``described``: returns what describes an operand completely; None to leave that to Dask.
+    """
     if differences(MAKING.seams):
         return
     patches.replace_all(
         {
             MAKING["__new__"]: lambda original: partial(_new, original),
-            MAKING["__dask_tokenize__"]: lambda original: partial(_token, original),
+            MAKING["__dask_tokenize__"]: lambda original: partial(_token, original, described),
         }
     )
     patches.add_item(normalize_token._lookup, type, token_of_class)
@@ -61,11 +66,11 @@ def _new(
     return made
 
 
-def _token(original: Callable[[Any], str], expr: Any) -> str:
+def _token(original: Callable[[Any], str], described: Callable[[Any], str | None], expr: Any) -> str:
     """Return the hash that the name of an expression ends with."""
     if not (token := expr._determ_token):
         try:
-            text = _written_items([type(expr), *expr.operands], 0)
+            text = _written_items([type(expr), *expr.operands], 0, described)
         except _UnknownError:
             return original(expr)
         token = expr._determ_token = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
@@ -73,13 +78,13 @@ def _token(original: Callable[[Any], str], expr: Any) -> str:
     return found
 
 
-def _written_items(values: Sequence[Any], level: int) -> str:
+def _written_items(values: Sequence[Any], level: int, described: Callable[[Any], str | None]) -> str:
     """Write what Dask hashes of values: a tuple of what it hashes of each."""
-    items = ", ".join([_written(each, level) for each in values])
+    items = ", ".join([_written(each, level, described) for each in values])
     return f"({items},)" if len(values) == 1 else f"({items})"
 
 
-def _written(value: Any, level: int) -> str:
+def _written(value: Any, level: int, described: Callable[[Any], str | None]) -> str:
     kind = type(value)
     if kind in PLAIN:
         return repr(value)
@@ -90,10 +95,12 @@ def _written(value: Any, level: int) -> str:
     if level > _MOST_LEVELS:
         raise _UnknownError
     if kind is list or kind is tuple:
-        return f"('{kind.__name__}', {_written_items(value, level + 1)})"
+        return f"('{kind.__name__}', {_written_items(value, level + 1, described)})"
     if kind is dict:
-        return f"('dict', {_written_items(sorted(value.items(), key=_text_of_key), level + 1)})"
-    raise _UnknownError
+        return f"('dict', {_written_items(sorted(value.items(), key=_text_of_key), level + 1, described)})"
+    if (text := described(value)) is None:
+        raise _UnknownError
+    return text
 
 
 def _text_of_key(item: tuple[Any, Any]) -> str:

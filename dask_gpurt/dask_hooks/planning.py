@@ -542,6 +542,7 @@ def replace_planning(
     look_at_files: Replacement,
     name_read: Replacement,
     file_plans: int,
+    operand: Callable[[Any], str | None],
 ) -> None:
     """Replace how expressions are created, optimised and described, and how reads of files are.
 
@@ -556,6 +557,7 @@ def replace_planning(
     files needs.
     ``name_read``: called as ``name_read(original, expr)``; returns the token of a read of Parquet files.
     ``file_plans``: the number of sets of files and filters for which Dask caches footer statistics.
+    ``operand``: returns what describes an operand completely, as a part of names; None to leave that to Dask.
     Raises UnsupportedError if one of these differs from the known one; nothing is replaced.
     """
     wraps: dict[Any, Wrap] = {
@@ -565,10 +567,11 @@ def replace_planning(
         PLANNING["ndim"]: lambda original: partial(dimensions, original),
         PLANNING["__dask_tokenize__"]: lambda original: partial(name_read, original),
         PLANNING["__getattr__"]: lambda original: partial(_operand_or, original),
-        PLANNING["is_dataframe_like"]: lambda original: partial(_is_frame, original),
         PLANNING["_divisions"]: lambda original: partial(_divisions_of_binary, original, is_described),
     }
     for seam in PLANNING.seams:
+        if seam.attribute == "is_dataframe_like":
+            wraps[seam] = lambda original: partial(_is_frame, original)
         if seam.attribute == "_dataset_info":
             wraps[seam] = lambda original: partial(look_at_files, original)
         if seam.name.endswith("_merge:_contains_index_name"):
@@ -578,7 +581,7 @@ def replace_planning(
     PLANNING.require()
     patches.replace_all(wraps)
     patches.add_item(vars(parquet), PLANNING["_CACHED_PLAN_SIZE"].attribute, file_plans)
-    make_faster(patches)
+    make_faster(patches, operand)
 
 
 def observe_planning(patches: PatchSet, *, made: Replacement, optimise: Replacement) -> None:

@@ -263,7 +263,10 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "_expr:Expr.ndim", "self", bodies=("bb36e4651f03",)),
         Seam("dask._expr:Expr.__getattr__", "self key", bodies=("91727423fe5f",)),
         Seam(_EXPR + "_expr:Binop._divisions", "self", bodies=("a9807204db98",)),
-        Seam(_EXPR + "io.io:is_dataframe_like", "df", bodies=("870720ce30c5",)),
+        *(
+            Seam(f"{_EXPR}{module}:is_dataframe_like", "df", bodies=("870720ce30c5",))
+            for module in ("io.io", "_expr", "_collection", "_groupby", "_reductions")
+        ),
         Seam(_EXPR + "io.parquet:ReadParquetFSSpec._dataset_info", "self", bodies=("07fa9df6259c",)),
         Seam(_EXPR + "io.parquet:ReadParquetPyarrowFS._dataset_info", "self", bodies=("8cf372230c97",)),
         Seam(_EXPR + "io.parquet:ReadParquet.__dask_tokenize__", "self"),

@@ -39,7 +39,7 @@ from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
 from dask_gpurt.client.planning.fusing import described, fuse
 from dask_gpurt.client.planning.join_order.rule import JoinOrder
-from dask_gpurt.client.planning.keys import Plain, frozen, own
+from dask_gpurt.client.planning.keys import Plain, frozen, own, text_of_frame
 from dask_gpurt.client.planning.origins import Origins
 from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_to_stay
@@ -181,7 +181,9 @@ class PlanningCache:
         self._held: ContextVar[Generation | None] = ContextVar("generation", default=None)
         self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
-        self._metadata: StoredCache[Schema] = StoredCache("metadata", METADATA_LIMIT, self._store)
+        self._metadata: StoredCache[Schema] = StoredCache(
+            "metadata", METADATA_LIMIT, self._store, constant=True
+        )
         self._derived: LRU[Schema] = LRU(METADATA_LIMIT)
         self._describer = Describer(self._asked, self._remembered, self._is_on, metrics)
         self._plans: StoredCache[Plan] = StoredCache("plans", PLANS_LIMIT, self._store)
@@ -208,6 +210,7 @@ class PlanningCache:
                 look_at_files=self._look_at_files,
                 name_read=self._name_read,
                 file_plans=FILES_LIMIT,
+                operand=text_of_frame,
             )
         except UnsupportedError as error:
             self._metrics.fallback(Fallback.PLANNING_UNSUPPORTED, str(error))

@@ -40,7 +40,7 @@ import pandas as pd
 from pandas.api.extensions import ExtensionDtype
 from pyarrow.fs import LocalFileSystem
 
-from dask_gpurt.client.planning.catalogue.schema import SIMPLE_DTYPES
+from dask_gpurt.client.planning.catalogue.schema import SIMPLE_DTYPES, schema_of
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     deferred_values,
@@ -235,6 +235,21 @@ def digest_of(*key: Hashable) -> bytes | None:
     except _UnstableError:
         return None
     return hashlib.blake2b("".join(text).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def text_of_frame(value: Any) -> str | None:
+    """Return what describes an empty frame completely; None for anything else.
+
+    Dask hashes the values of its columns and of its index, by kernels on a GPU.
+    """
+    text: list[str] = []
+    if not is_empty_frame(value) or (schema := schema_of(value)) is None:
+        return None
+    try:
+        _write(schema.key, text)
+    except _UnstableError:
+        return None
+    return "".join(text)
 
 
 @cache

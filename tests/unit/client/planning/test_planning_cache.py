@@ -30,7 +30,7 @@ from pyarrow.fs import LocalFileSystem
 from dask_gpurt import dask_hooks
 from dask_gpurt.client.planning import cache as module
 from dask_gpurt.client.planning.catalogue.schema import CATEGORIES_LIMIT, schema_of
-from dask_gpurt.client.planning.keys import frozen
+from dask_gpurt.client.planning.keys import frozen, text_of_frame
 from dask_gpurt.client.planning.packed import LRU
 from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.dask_hooks import Seam, SeamGroup
@@ -439,3 +439,25 @@ def test_settings_that_are_equal_but_of_other_types_differ() -> None:
             assert repr(value) in seam.settings()
             found.add(seam.settings())
     assert len(found) == 9
+
+
+def test_empty_frames_are_described_by_all_that_differs() -> None:
+    frame = pd.DataFrame({"a": pd.Series(dtype="int64"), "b": pd.Series(dtype="str")})
+    others = [
+        frame[["b", "a"]],
+        frame["a"],
+        frame[["a"]],
+        frame.astype({"a": "Int64"}),
+        frame.rename_axis("a"),
+        frame.rename_axis(columns="a"),
+        frame.set_index("a"),
+        frame.set_index(["a", "b"]),
+        frame.astype({"b": pd.CategoricalDtype(["x"])}),
+        frame.astype({"b": pd.CategoricalDtype(["x"], ordered=True)}),
+        frame.astype({"b": pd.CategoricalDtype(["y"])}),
+    ]
+    texts = [*map(text_of_frame, (frame, *others))]
+    assert None not in texts
+    assert len({*texts}) == len(texts)
+    assert texts == [*map(text_of_frame, (frame.copy(), *others))]
+    assert text_of_frame(pd.DataFrame({"a": [1]})) is text_of_frame("a") is None
