@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import cached_property, partial, wraps
+from operator import delitem, setitem
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup, UnsupportedError
 
@@ -37,48 +38,6 @@ class PatchOrderError(RuntimeError):
     """A replacement would wrap another one that must be called first."""
 
 
-class _Place(Protocol):
-    """Access a value that can be replaced."""
-
-    def read(self) -> Any:
-        """Return the value stored here, without inheritance; ``_NOTHING`` if there is none."""
-
-    def write(self, value: Any) -> None:
-        """Store a value; ``_NOTHING`` deletes it."""
-
-
-class _Attribute:
-    """Access an attribute of an instance, a class or a module."""
-
-    def __init__(self, owner: Any, name: str):
-        self.owner, self.name = owner, name
-
-    def read(self) -> Any:
-        return vars(self.owner).get(self.name, _NOTHING)
-
-    def write(self, value: Any) -> None:
-        if value is _NOTHING:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, value)
-
-
-class _Item:
-    """Access an item of a mapping, such as a server's handler."""
-
-    def __init__(self, mapping: MutableMapping[Any, Any], key: Any):
-        self.mapping, self.key = mapping, key
-
-    def read(self) -> Any:
-        return self.mapping.get(self.key, _NOTHING)
-
-    def write(self, value: Any) -> None:
-        if value is _NOTHING:
-            del self.mapping[self.key]
-        else:
-            self.mapping[self.key] = value
-
-
 class _Property(property):
     """Support attributes of a property."""
 
@@ -90,16 +49,28 @@ class _Static(staticmethod):  # type: ignore[type-arg]
 class _Patch:
     """Record one replacement.
 
-    ``before``, ``installed``: the previous value and the replacement.
+    ``owner``, ``name``: an instance, class or module and its attribute, or a mapping and its key.
+    ``before``, ``installed``: the previous value, without inheritance, and the replacement.
     ``active``: whether the replacement is called; if not, calls go to the original.
     """
 
-    def __init__(self, place: _Place, layer: int):
-        self.place, self.layer = place, layer
-        self.before = place.read()
+    def __init__(self, owner: Any, name: Any, layer: int):
+        self.owner, self.name, self.layer = owner, name, layer
+        self.before = self._read()
         self.active = True
         self.installed: Any = _NOTHING
         self._check_order()
+
+    def _read(self) -> Any:
+        values = self.owner if isinstance(self.owner, MutableMapping) else vars(self.owner)
+        return values.get(self.name, _NOTHING)
+
+    def _write(self, value: Any) -> None:
+        put, delete = (setitem, delitem) if isinstance(self.owner, MutableMapping) else (setattr, delattr)
+        if value is _NOTHING:
+            delete(self.owner, self.name)
+        else:
+            put(self.owner, self.name, value)
 
     def _check_order(self) -> None:
         found = self.before
@@ -124,17 +95,17 @@ class _Patch:
     def install(self, value: Any) -> None:
         """Store the replacement."""
         self.installed = value
-        self.place.write(value)
+        self._write(value)
 
     def restore(self) -> None:
         """Deactivate the replacement, and restore the previous value unless another package replaced ours."""
         self.active = False
-        if self.place.read() is not self.installed:
+        if self._read() is not self.installed:
             return
         before = self.before
         while (patch := _patch_of(before)) is not None and not patch.active:
             before = patch.before
-        self.place.write(before)
+        self._write(before)
 
 
 #: The types of installed values.
@@ -194,7 +165,11 @@ class PatchSet:
         """
         seams = [seam for seam in part.seams if seam.short in replacements]
         assert {seam.short for seam in seams} == replacements.keys()
-        self.replace_all({seam: _instead(replacements[seam.short]) for seam in seams}, cached=False)
+
+        def instead(replacement: Method) -> Wrap:
+            return lambda original: partial(replacement, original)
+
+        self.replace_all({seam: instead(replacements[seam.short]) for seam in seams}, cached=False)
 
     def put(self, owner: Any, name: str, wrap: Wrap, *, cached: bool = True) -> None:
         """Replace an attribute without comparing it with the known one.
@@ -206,7 +181,7 @@ class PatchSet:
         ``cached``: whether a ``cached_property`` stays one. If not, it becomes a property, which also takes
         no notice of what instances have cached: for replacements that can be switched on and off.
         """
-        patch = _Patch(_Attribute(owner, name), self._layer)
+        patch = _Patch(owner, name, self._layer)
         if isinstance(patch.before, cached_property) and not cached:
             installed: Any = _Property(patch.function(patch.before.func, wrap))
         elif isinstance(patch.before, cached_property):
@@ -222,12 +197,12 @@ class PatchSet:
 
     def put_item(self, mapping: MutableMapping[str, Any], key: str, wrap: Wrap) -> None:
         """Replace a function in a mapping, such as a server's handler."""
-        patch = _Patch(_Item(mapping, key), self._layer)
+        patch = _Patch(mapping, key, self._layer)
         self._install(patch, patch.function(mapping[key], wrap))
 
     def add_item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         """Set an item of a mapping; restoring brings back the previous item, if any."""
-        patch = _Patch(_Item(mapping, key), self._layer)
+        patch = _Patch(mapping, key, self._layer)
         patch.install(value)
         self._patches.append(patch)
 
@@ -240,7 +215,7 @@ class PatchSet:
         ``off``: answers them from then on, until handlers are added again. Has a name, which Dask logs.
         """
         for name, handler in added.items():
-            patch = _Patch(_Item(handlers, name), self._layer)
+            patch = _Patch(handlers, name, self._layer)
             patch.before = off
             patch.install(handler)
             self._patches.append(patch)
@@ -254,10 +229,6 @@ class PatchSet:
         """Restore all values, in reverse order. Idempotent."""
         while self._patches:
             self._patches.pop().restore()
-
-
-def _instead(replacement: Method) -> Wrap:
-    return lambda original: partial(replacement, original)
 
 
 def guarded(name: str, ours: Method, original: Method, failed: FailureHandler) -> Method:
