@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import datetime
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -112,37 +110,23 @@ def _of_objects(values: np.ndarray, missing: np.ndarray) -> np.ndarray:
     for at in np.flatnonzero(~missing).tolist():
         places[type(values[at])].append(at)
     for kind, found in places.items():
-        hashes[found] = _hash_of_kind(kind)(values[found])
+        hashes[found] = _of_kind(kind, values[found])
     return hashes
 
 
-def _hash_of_kind(kind: type) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function that hashes objects of a type."""
-    if issubclass(kind, (datetime.date, np.datetime64)):
-        return partial(_of_times, pd.Timestamp)
-    if issubclass(kind, (datetime.timedelta, np.timedelta64)):
-        return partial(_of_times, pd.Timedelta)
+def _of_kind(kind: type, values: np.ndarray) -> np.ndarray:
+    """Return the hashes of objects of a type."""
+    is_time = issubclass(kind, (datetime.date, np.datetime64))
+    if is_time or issubclass(kind, (datetime.timedelta, np.timedelta64)):
+        times = [(pd.Timestamp(each) if is_time else pd.Timedelta(each)).asm8 for each in values]
+        return np.concatenate(
+            [
+                _of_integers(each.astype(np.int64).reshape(1), np.datetime_data(each.dtype)[0])
+                for each in times
+            ]
+        )
     if issubclass(kind, pd.Interval):
-        return _of_intervals
-    return _of_number_objects if issubclass(kind, (Number, np.bool_)) else _of_others
-
-
-def _of_number_objects(values: np.ndarray) -> np.ndarray:
-    return _of_floats(np.array([float(value.real) for value in values]))
-
-
-def _of_times(kind: Callable[[Any], Any], values: np.ndarray) -> np.ndarray:
-    """Return the hashes of objects that pandas converts to a kind of times."""
-    return np.concatenate([_of_time(kind(value).asm8) for value in values])
-
-
-def _of_time(value: Any) -> np.ndarray:
-    return _of_integers(value.astype(np.int64).reshape(1), np.datetime_data(value.dtype)[0])
-
-
-def _of_intervals(values: np.ndarray) -> np.ndarray:
-    return _hashes(pd.Series([value.left for value in values]))
-
-
-def _of_others(values: np.ndarray) -> np.ndarray:
+        return _hashes(pd.Series([value.left for value in values]))
+    if issubclass(kind, (Number, np.bool_)):
+        return _of_floats(np.array([float(value.real) for value in values]))
     return _of_text(np.array([str(value) for value in values], object))
