@@ -8,7 +8,7 @@ group: values and dtypes are the same to the last bit, and so is the order of gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,19 +28,13 @@ class Coded(NamedTuple):
 
 
 def grouped_by_codes(
-    frame: pd.DataFrame,
-    *by: Any,
-    aggregate: Callable[..., Any],
-    order: bool,
-    counts: Mapping[Any, Any],
-    **how: Any,
+    frame: pd.DataFrame, *by: Any, aggregate: Callable[..., Any], order: bool, **how: Any
 ) -> Any:
     """Aggregate the groups of a frame as ``aggregate(frame, *by, **how)`` does.
 
     ``by``: the columns of keys. Strings may be categories, in any order.
     ``aggregate``: passes what it is given on to ``groupby``, and calls aggregations of pandas.
     ``order``: whether groups are in the order of their keys, not in that of their first rows.
-    ``counts``: the columns, by the name of the result, of which values are only counted.
     """
     keys = [_coded(frame[name], order) for name in by] if len(frame) else []
     known = [key for key in keys if key is not None]
@@ -52,17 +46,7 @@ def grouped_by_codes(
     # All categories are there, in order: pandas looks for neither.
     how |= {"observed": False, **({"sort": True} if "sort" in how else {})}
     values = frame[[name for name in frame.columns if name not in by]]
-    counted = {name: column for name, column in counts.items() if isinstance(frame.dtypes[column], np.dtype)}
-    if not counted:
-        found = aggregate(values, rows, **how)
-    else:
-        funcs = how.pop("funcs")
-        sizes = _sizes(numbers, len(groups))
-        left = [each for each in funcs if each[0] not in counted]
-        found = aggregate(values, rows, funcs=left, **how) if left else pd.DataFrame(index=rows.categories)
-        for name, column in counted.items():
-            found[name] = sizes - _sizes(numbers[np.flatnonzero(frame[column].isna())], len(groups))
-        found = found[[each[0] for each in funcs]]
+    found = aggregate(values, rows, **how)
     found.index = _index_of(groups, known, by)
     return found
 
@@ -126,10 +110,6 @@ def _numbered(numbers: np.ndarray, count: int, order: bool) -> tuple[np.ndarray,
 
 def _most_entries(rows: int) -> int:
     return max(ENTRIES_OF_A_ROW * rows, FEW_ENTRIES)
-
-
-def _sizes(numbers: np.ndarray, groups: int) -> np.ndarray:
-    return np.bincount(numbers + 1, minlength=groups + 1)[1:]  # the first one is that of rows without a key
 
 
 def _index_of(groups: np.ndarray, keys: Sequence[Coded], names: Sequence[Any]) -> pd.Index:

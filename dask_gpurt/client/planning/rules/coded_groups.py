@@ -28,7 +28,6 @@ import numpy as np
 import pandas as pd
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr.io.parquet import ReadParquetFSSpec
-from dask.utils import M
 
 from dask_gpurt.client.planning.reads import CodedRead, is_local, read_of
 from dask_gpurt.client.planning.rules import Facts
@@ -56,13 +55,7 @@ class CodedChunk(_groupby.GroupByChunk):
     @property
     def operation(self) -> Any:  # type: ignore[override]
         """Return the function that is called with the rows of a partition."""
-        counts = {
-            name: how["column"]
-            for name, _, how in self._kwargs.get("funcs", ())
-            if how.get("func") is M.count and how.get("column") is not None
-        }
-        order = bool(self._kwargs.get("sort", True))
-        return partial(grouped_by_codes, aggregate=self.chunk, order=order, counts=counts)
+        return partial(grouped_by_codes, aggregate=self.chunk, order=bool(self._kwargs.get("sort", True)))
 
 
 class CodedGroups:
