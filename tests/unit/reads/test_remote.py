@@ -22,7 +22,7 @@ from benchmarks.chaos.files import Store as StoreOfHost
 from benchmarks.chaos.files import StoredFile
 from dask_gpurt.dask_hooks.parquet_files import _OfTables, _renewed, _with_files
 from dask_gpurt.observe import Metrics
-from dask_gpurt.reads import eviction, remote
+from dask_gpurt.reads import caches, remote
 from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import ColumnCache
 from dask_gpurt.reads.remote import CachedFiles, Reading, Source, chunks, handed_out, joined, version_of
@@ -86,7 +86,7 @@ def test_what_is_found_saves_the_time_of_fetching_it(
     cache: RangeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, metrics, stored = [0.0], Metrics(), Stored(b"0123456789")
-    monkeypatch.setattr(eviction.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(caches.time, "perf_counter", lambda: now[0])
     fetch = stored._fetch
 
     def slow(start: int, stop: int) -> bytes:
