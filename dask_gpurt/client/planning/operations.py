@@ -138,10 +138,6 @@ def is_narrow(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind in "iub"
 
 
-def _has_bools(expr: Any) -> bool:
-    return all(pd.api.types.is_bool_dtype(dtype) for dtype in dtypes_of(expr))
-
-
 def has_kinds(expr: Any, kinds: str) -> bool:
     """Return whether all columns are of dtypes of numpy of some kinds."""
     return all(isinstance(dtype, np.dtype) and dtype.kind in kinds for dtype in dtypes_of(expr))
@@ -163,11 +159,6 @@ def _fits(value: Any, dtype: Any) -> bool:
     return False
 
 
-def _may_be_null(dtype: Any) -> bool:
-    """Return whether a column keeps its dtype if values of it are replaced by nulls."""
-    return not is_narrow(dtype)
-
-
 # ---- which dtypes are fixed -----------------------------------------------------------------------
 
 
@@ -176,7 +167,10 @@ def _always(expr: Any) -> bool:
 
 
 def _logic(expr: Any) -> bool:
-    return all(_has_bools(each) or has_kinds(each, "iu") for each in expr.dependencies())
+    return all(
+        all(map(pd.api.types.is_bool_dtype, dtypes_of(each))) or has_kinds(each, "iu")
+        for each in expr.dependencies()
+    )
 
 
 def _division(expr: Any) -> bool:
@@ -199,7 +193,7 @@ def _replacement(expr: Any) -> bool:
     if isinstance(other, Expr):
         return all(dtypes == dtypes_of(other) and not _is_object(dtype) for dtype in dtypes)
     if isinstance(other, float) and other != other:
-        return all(map(_may_be_null, dtypes))
+        return not any(map(is_narrow, dtypes))  # by nulls
     return all(_fits(other, dtype) for dtype in dtypes)
 
 
@@ -372,8 +366,10 @@ def is_on_rows(expr: Any) -> bool:
     if is_no_operation(expr):
         return True
     kind = kind_of(expr)
-    if kind in KEEPING:
-        return all(map(_is_plain, expr.vals)) if kind is _expr.Assign else _names_by_values(expr)
+    if kind is _expr.Assign:
+        return all(map(_is_plain, expr.vals))
+    if kind in KEEPING:  # columns are chosen and named by values, and not by a function
+        return not any(callable(each) and not isinstance(each, (type, Expr)) for each in expr.operands)
     if kind in _ONLY_IF and not _ONLY_IF[kind](expr):
         return False
     return kind in COMPUTING and all(map(_is_plain, expr.operands))
@@ -398,22 +394,14 @@ def after_operation(expr: Any, known: Known) -> Columns | None:
     have_no_nulls = all(known(each).without_nulls >= set(each.columns) for each in inputs)
     if kind in _ACCESSORS and is_of_pandas(expr) and _changes_with_nulls(expr):
         are_fixed = have_no_nulls
+    # Floats without nulls may become NaN, as infinity times zero.
+    makes_no_nulls = kind in _MAKING_NO_NULLS and not has_kinds(expr, "fc")
     names = frozenset(expr.columns) if expr.ndim else frozenset[Any]()
     nothing = frozenset[Any]()
     return Columns(
         nothing if are_fixed else names,
-        names if are_fixed and have_no_nulls and _keeps_out_nulls(expr) else nothing,
+        names if are_fixed and have_no_nulls and makes_no_nulls else nothing,
     )
-
-
-def _keeps_out_nulls(expr: Any) -> bool:
-    """Return whether values without nulls become others without: not floats, such as infinity times zero."""
-    return type(expr) in _MAKING_NO_NULLS and not has_kinds(expr, "fc")
-
-
-def _names_by_values(expr: Any) -> bool:
-    """Return whether columns are chosen and named by values, and not by a function."""
-    return not any(callable(each) and not isinstance(each, (type, Expr)) for each in expr.operands)
 
 
 def _is_plain(operand: Any) -> bool:

@@ -133,10 +133,7 @@ def hash_alike(join: Any) -> bool:
 
 def hashes_of_keys(join: Any) -> tuple[Hashes, Hashes]:
     """Return how Dask hashes the keys of the left and of the right side of a join."""
-    return (
-        _hashes(join.left, _keys(join.left_on, join.left_index)),
-        _hashes(join.right, _keys(join.right_on, join.right_index)),
-    )
+    return _hashes(join.left, _names(join, "left")), _hashes(join.right, _names(join, "right"))
 
 
 def _hashes(frame: Any, columns: Iterable[Any]) -> Hashes:
@@ -152,12 +149,8 @@ def _hash_of(frame: Any, column: Any) -> str | None:
         dtype = index.dtype
     else:
         return None
-    return _hash_of_strings(frame, dtype) or _hash_of_dtype(dtype)
-
-
-def _hash_of_strings(frame: Any, dtype: Any) -> str | None:
-    """Return "text" for strings of cudf, whose dtype is object in older versions."""
-    return "text" if str(dtype) == "object" and not is_of_pandas(frame) else None
+    is_text_of_cudf = str(dtype) == "object" and not is_of_pandas(frame)
+    return "text" if is_text_of_cudf else _hash_of_dtype(dtype)
 
 
 def _hash_of_dtype(dtype: Any) -> str | None:
@@ -182,16 +175,13 @@ def divisions(expr: Any) -> frozenset[Division]:
     """Return all that is known of how the rows of an expression are divided."""
     found: frozenset[Division] | None = vars(expr).get(_KNOWN)
     if found is None:
-        found = vars(expr)[_KNOWN] = frozenset(_with_clear_labels(expr, _derived(expr)))
+        if found := frozenset(_derived(expr)):
+            # Those by labels that one column, or one level of the index, has.
+            labels = Counter([*expr.columns, *index_of(expr).names])
+            labels[INDEX] = 1
+            found = frozenset(each for each in found if all(labels[column] == 1 for column in each.columns))
+        vars(expr)[_KNOWN] = found
     return found
-
-
-def _with_clear_labels(expr: Any, found: Iterable[Division]) -> Iterator[Division]:
-    """Yield divisions by labels that one column, or one level of the index, has."""
-    if found := list(found):
-        labels = Counter([*expr.columns, *index_of(expr).names])
-        labels[INDEX] = 1
-        yield from (each for each in found if all(labels[column] == 1 for column in each.columns))
 
 
 def _derived(expr: Any) -> Iterable[Division]:
@@ -265,7 +255,8 @@ def _of_groups(expr: Any) -> Iterable[Division]:
     """Return the divisions of groups or of distinct rows, by their keys."""
     is_known = isinstance(expr, (_groupby.GroupByBase, _reductions.DropDuplicates))
     keys = _keys_of_groups(expr) if is_known and expr.should_shuffle else set()
-    if not keys or any(str(dtype) == "category" for dtype in _dtypes(expr.frame, keys)):
+    dtypes = zip(expr.frame.columns, dtypes_of(expr.frame), strict=True)
+    if not keys or any(name in keys and str(dtype) == "category" for name, dtype in dtypes):
         return ()  # each partition may have all categories
     if are_together(expr):
         found = [each for each in divisions(expr.frame) if keys.issuperset(each.columns)]
@@ -275,17 +266,15 @@ def _of_groups(expr: Any) -> Iterable[Division]:
     return [_hashed(expr.frame, columns, alike=as_many)]
 
 
-def _dtypes(frame: Any, columns: Iterable[Any]) -> list[Any]:
-    known = dict(zip(frame.columns, dtypes_of(frame), strict=True))
-    return [known[each] for each in columns if each in known]
-
-
 # ---- divisions of joins ----------------------------------------------------------------------------
 
 
 def _of_join(join: Any) -> Iterator[Division]:
     left, right = _divisions_of_sides(join)
-    left_names, right_names = _names_in_result(join)
+    index = {INDEX: INDEX} if join.left_index and join.right_index else {}
+    left_names, right_names = (
+        {old: new for new, old in names.items()} | index for names in names_in_join(join)
+    )
     if join.how in _KEEP_LEFT:
         yield from _under(left, left_names)
     if join.how in _KEEP_RIGHT:
@@ -300,7 +289,8 @@ def _divisions_of_sides(join: Any) -> tuple[frozenset[Division], frozenset[Divis
     nothing = frozenset[Division]()
     if isinstance(join, BlockwiseMerge) or (type(join) is Merge and join._is_single_partition_broadcast):
         number = max(join.left.npartitions, join.right.npartitions)
-        left, right = (divisions(side) if side.npartitions == number else nothing for side in _sides(join))
+        sides = (join.left, join.right)
+        left, right = (divisions(side) if side.npartitions == number else nothing for side in sides)
         return left, right
     if isinstance(join, BroadcastJoin) or (not isinstance(join, HashJoinP2P) and join.is_broadcast_join):
         if type(join) is Merge and join.operand("_npartitions") is not None:
@@ -316,20 +306,9 @@ def _divisions_of_sides(join: Any) -> tuple[frozenset[Division], frozenset[Divis
     )
 
 
-def _sides(join: Any) -> tuple[Any, Any]:
-    return join.left, join.right
-
-
 def _names(join: Any, side: str) -> tuple[Any, ...]:
     """Return the labels of the keys of a side."""
     return _keys(getattr(join, f"{side}_on"), getattr(join, f"{side}_index"))
-
-
-def _names_in_result(join: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Return the names that the columns of either side have in the result."""
-    index = {INDEX: INDEX} if join.left_index and join.right_index else {}
-    left, right = ({old: new for new, old in names.items()} | index for names in names_in_join(join))
-    return left, right
 
 
 def _keys(on: Any, by_index: bool) -> tuple[Any, ...]:

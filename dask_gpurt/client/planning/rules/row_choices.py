@@ -23,7 +23,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -38,7 +38,7 @@ from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.needed_columns import is_condition
 from dask_gpurt.dask_hooks.planning import Expr, collection_of, name_of, rebuild
 
-_COMPARISONS: dict[type[ast.cmpop], type[Expr]] = {
+_COMPARISONS: dict[type[ast.cmpop], Any] = {
     ast.Lt: _expr.LT,
     ast.LtE: _expr.LE,
     ast.Gt: _expr.GT,
@@ -46,16 +46,9 @@ _COMPARISONS: dict[type[ast.cmpop], type[Expr]] = {
     ast.Eq: _expr.EQ,
     ast.NotEq: _expr.NE,
 }
-_ARITHMETIC: dict[type[ast.operator], type[Expr]] = {
-    ast.Add: _expr.Add,
-    ast.Sub: _expr.Sub,
-    ast.Mult: _expr.Mul,
-}
-_FLIPPED: dict[type[Expr], type[Expr]] = {
-    _expr.LT: _expr.GT,
-    _expr.LE: _expr.GE,
-    _expr.GT: _expr.LT,
-    _expr.GE: _expr.LE,
+_ARITHMETIC: dict[type[ast.operator], Any] = {ast.Add: _expr.Add, ast.Sub: _expr.Sub, ast.Mult: _expr.Mul}
+_FLIPPED: dict[type, type] = {
+    **{_expr.LT: _expr.GT, _expr.LE: _expr.GE, _expr.GT: _expr.LT, _expr.GE: _expr.LE},
 }
 #: What variables may hold, and how their names begin in the translation.
 _CONSTANTS = (int, float, str, pd.Timestamp)
@@ -73,7 +66,7 @@ class RowChoices:
         def change(expr: Any) -> Any:
             if type(expr) is Loc and is_condition(expr.iindexer) and expr.cindexer is None:
                 facts.note(self, name_of(expr), "chooses rows by a condition: it is a filter", done=True)
-                return _filter(expr.frame, expr.iindexer)
+                return _expr.Filter(expr.frame, expr.iindexer)
             if type(expr) is not _expr.Query:
                 return expr
             try:
@@ -82,13 +75,9 @@ class RowChoices:
                 facts.note(self, name_of(expr), f"is left to the library of its frames: {error}")
                 return expr
             facts.note(self, name_of(expr), "is a query on columns: it is a filter", done=True)
-            return _filter(expr.frame, condition)
+            return _expr.Filter(expr.frame, condition)
 
         return rebuild(plan, change)
-
-
-def _filter(frame: Any, condition: Any) -> Any:
-    return _made(_expr.Filter, frame, condition)
 
 
 class _UnknownError(Exception):
@@ -103,7 +92,8 @@ def condition_of(query: Any) -> Any:
     frame = query.frame
     if query.expr_kwargs.keys() - {"local_dict"} or not isinstance(text := query.operands[1], str):
         raise _UnknownError("it has options")
-    kind = _Translation if is_of_pandas(frame) else _TranslationForCudf if _is_of_cudf(frame) else None
+    is_of_cudf = type(frame._meta).__module__.startswith("cudf.")
+    kind = _Translation if is_of_pandas(frame) else _TranslationForCudf if is_of_cudf else None
     if kind is None or frame.ndim != 2 or not frame._meta.columns.is_unique:
         raise _UnknownError("its frame is not one of pandas or cudf with unique columns")
     try:
@@ -111,10 +101,6 @@ def condition_of(query: Any) -> Any:
     except (SyntaxError, tokenize.TokenError) as error:
         raise _UnknownError("its syntax is not that of Python") from error
     return kind(frame, query.expr_kwargs.get("local_dict") or {}).condition(tree)
-
-
-def _is_of_cudf(frame: Any) -> bool:
-    return type(frame._meta).__module__.startswith("cudf.")
 
 
 def _with_words(text: str) -> str:
@@ -146,15 +132,15 @@ class _Translation:
         match tree:
             case ast.BoolOp(op=op, values=values):
                 parts = [self.condition(each, negated=negated) for each in values]
-                return _put_together(_expr.And if isinstance(op, ast.And) else _expr.Or, parts)
+                return reduce(_expr.And if isinstance(op, ast.And) else _expr.Or, parts)
             case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=operand):
-                return _made(_expr.Invert, self.condition(operand, negated=True))
+                return _expr.Invert(self.condition(operand, negated=True))
             case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[values]):
                 found = self._occurrence(left, values)
-                return found if isinstance(op, ast.In) else _made(_expr.Invert, found)
+                return found if isinstance(op, ast.In) else _expr.Invert(found)
             case ast.Compare(left=left, ops=ops, comparators=others):
                 pairs = zip(ops, pairwise([left, *others]), strict=True)
-                return _put_together(_expr.And, [self._comparison(op, *pair, negated) for op, pair in pairs])
+                return reduce(_expr.And, [self._comparison(op, *pair, negated) for op, pair in pairs])
             case ast.Name(id=name) if is_condition(column := self._column(name)):
                 return column
         raise _UnknownError(f"{ast.unparse(tree)!r} is no comparison of columns")
@@ -166,15 +152,15 @@ class _Translation:
         if kind is None or not isinstance(one, Expr):
             raise _UnknownError(f"it has {ast.unparse(left)!r} on the left of {type(op).__name__}")
         if isinstance(other, Expr):
-            return _made(kind, one, _alike(one, other))
+            return kind(one, _alike(one, other))
         constant = _constant(one, other, kind)
-        found = _made(kind, one, constant)
+        found = kind(one, constant)
         if not isinstance(constant, str) or kind not in (_expr.EQ, _expr.NE):
             return found
         # pandas looks up strings as `isin` does: null is not equal to any, and not null.
         if kind is _expr.NE:
-            return _made(_expr.Or, _made(_expr.IsNa, one), found)
-        return _made(_expr.And, _made(_expr.NotNull, one), found) if negated else found
+            return _expr.Or(_expr.IsNa(one), found)
+        return _expr.And(_expr.NotNull(one), found) if negated else found
 
     def _occurrence(self, left: ast.expr, values: ast.expr) -> Any:
         column, found = self._value(left), self._variables.get(ast.unparse(values))
@@ -202,13 +188,13 @@ class _Translation:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
                 operands = [self._value(left), self._value(right)]
                 if all(map(_is_float, operands)) and any(isinstance(each, Expr) for each in operands):
-                    return _made(_ARITHMETIC[type(op)], *operands)
+                    return _ARITHMETIC[type(op)](*operands)
         raise _UnknownError(f"{ast.unparse(tree)!r} is no column or constant")
 
     def _column(self, name: Hashable) -> Any:
         if name not in self._frame.columns or name in self._labels:
             raise _UnknownError(f"{name!r} is not a column alone")
-        return _made(_expr.Projection, self._frame, name)
+        return _expr.Projection(self._frame, name)
 
 
 class _TranslationForCudf(_Translation):
@@ -259,14 +245,6 @@ def _is_exact(dtype: Any, operands: Sequence[Any]) -> bool:
         return False
     limits = np.iinfo(dtype)
     return all(limits.min <= each <= limits.max for each in operands if isinstance(each, int))
-
-
-def _made(kind: Callable[..., Any], *operands: Any) -> Any:
-    return kind(*operands)
-
-
-def _put_together(kind: Any, parts: Sequence[Any]) -> Any:
-    return reduce(kind, parts)
 
 
 def _is_number(dtype: Any) -> bool:
