@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from fsspec import AbstractFileSystem
 from fsspec.core import has_magic, url_to_fs
@@ -25,18 +26,23 @@ _TAGS = frozenset(
 )
 
 
-class Source(Protocol):
+class Source(NamedTuple):
     """List the files of a table.
 
     ``has_options``: whether the file system has options, given to the read or by fsspec's configuration.
+    ``look``: returns the state of each file, including those in folders.
     """
 
-    @property
-    def has_options(self) -> bool: ...
+    has_options: bool
+    look: Callable[[], FileStates]
 
     def states(self) -> FileStates | None:
-        """Return the state of each file, including those in folders; None if a file has no version."""
-        ...
+        """Return the state of each file; None if a file has no version, or is removed meanwhile."""
+        try:
+            found = self.look()
+        except FileNotFoundError:  # Dask finds out
+            return None
+        return found if all(map(has_version, found.values())) else None
 
 
 def source_of(read: Mapping[str, Any]) -> Source | None:
@@ -51,85 +57,50 @@ def source_of(read: Mapping[str, Any]) -> Source | None:
         return None
     if isinstance(filesystem, str) and filesystem.lower() in ("arrow", "pyarrow"):
         is_local = not read["storage_options"] and type(FileSystem.from_uri(names[0])[0]) is LocalFileSystem
-        return ArrowSource.of(names) if is_local else None
+        return Source(False, partial(_states_by_arrow, names)) if is_local else None
     if type(filesystem) is LocalFileSystem:
-        return ArrowSource.of(names)
+        return Source(False, partial(_states_by_arrow, names))
     if filesystem != "fsspec":
         return None
     found = [url_to_fs(name, **(read["storage_options"] or {})) for name in names]
     # As Dask does: in a list any pattern is expanded, a single path only if it has an asterisk.
     patterns = [path for _, path in found if (has_magic(path) if is_list else "*" in path)]
-    return FsspecSource(found[0][0], tuple(path for _, path in found), frozenset(patterns))
+    files, paths = found[0][0], [path for _, path in found]
+    return Source(bool(files.storage_options), partial(_states_by_fsspec, files, paths, patterns))
 
 
-@dataclass(frozen=True)
-class FsspecSource:
-    """List files, those in folders, and those that match patterns, through a file system of fsspec."""
-
-    files: AbstractFileSystem
-    paths: tuple[str, ...]
-    patterns: frozenset[str] = frozenset()
-
-    @property
-    def has_options(self) -> bool:
-        return bool(self.files.storage_options)
-
-    def states(self) -> FileStates | None:
-        """Return the state of each file; None if a file has no version."""
-        found: FileStates = {}
-        for path in self.paths:
-            found |= self._matching(path) if path in self.patterns else self._within(path)
-        for name, listed in found.items():
-            # Some stores list a path that is a file without its details, and a listing has the times of a
-            # symbolic link itself rather than of its target.
-            if not has_version(listed) or listed.get("islink"):
-                try:
-                    found[name] = self.files.info(name)
-                except FileNotFoundError:  # a dangling link: keep its listed state
-                    continue
-        return found if all(map(has_version, found.values())) else None
-
-    def _within(self, path: str) -> FileStates:
-        if type(self.files) is LocalFsspec and (local := _regular_files(path)) is not None:
-            return local
-        self.files.invalidate_cache(path)  # cached listings of an object store may be stale
-        within: FileStates = self.files.find(path, detail=True)
-        return within
-
-    def _matching(self, pattern: str) -> FileStates:
-        self.files.invalidate_cache()  # it may match in any folder
-        found = self.files.glob(pattern, detail=True).items()
-        return {name: listed for name, listed in found if listed["type"] != "directory"}
+def _states_by_fsspec(files: AbstractFileSystem, paths: list[str], patterns: list[str]) -> FileStates:
+    """Return the states of files, of those in folders, and of those that match patterns."""
+    found: FileStates = {}
+    for path in paths:
+        if path in patterns:
+            files.invalidate_cache()  # it may match in any folder
+            matching = files.glob(path, detail=True).items()
+            found |= {name: listed for name, listed in matching if listed["type"] != "directory"}
+        elif type(files) is LocalFsspec and (local := _regular_files(path)) is not None:
+            found |= local
+        else:
+            files.invalidate_cache(path)  # cached listings of an object store may be stale
+            found |= files.find(path, detail=True)
+    for name, listed in found.items():
+        # Some stores list a path that is a file without its details, and a listing has the times of a
+        # symbolic link itself rather than of its target.
+        if not has_version(listed) or listed.get("islink"):
+            with contextlib.suppress(FileNotFoundError):  # a dangling link keeps its listed state
+                found[name] = files.info(name)
+    return found
 
 
-@dataclass(frozen=True)
-class ArrowSource:
-    """List files and folders of the local file system of Arrow, which follows links to folders."""
-
-    paths: tuple[str, ...]
-    has_options = False
-
-    @classmethod
-    def of(cls, names: Sequence[str]) -> ArrowSource:
-        """Return the source of paths, which may be URIs."""
-        return cls(tuple(name.removeprefix("file://").rstrip("/") for name in names))
-
-    def states(self) -> FileStates | None:
-        """Return the state of each file; None if a file has no version."""
-        try:
-            found = {name: _state_of(name) for name in self._files()}
-        except FileNotFoundError:  # removed since it was listed: Dask finds out
-            return None
-        return found if all(map(has_version, found.values())) else None
-
-    def _files(self) -> Iterator[str]:
-        files = LocalFileSystem()
-        for path in self.paths:
-            if os.path.isdir(path):
-                listed = files.get_file_info(FileSelector(path, recursive=True))
-                yield from (info.path for info in listed if info.type == FileType.File)
-            else:
-                yield path
+def _states_by_arrow(names: Sequence[str]) -> FileStates:
+    """Return the states of local files and of those in folders, for which Arrow follows links to folders."""
+    found: list[str] = []
+    for path in (name.removeprefix("file://").rstrip("/") for name in names):
+        if os.path.isdir(path):
+            listed = LocalFileSystem().get_file_info(FileSelector(path, recursive=True))
+            found += [info.path for info in listed if info.type == FileType.File]
+        else:
+            found.append(path)
+    return {name: _state(os.stat(name)) for name in found}
 
 
 def _regular_files(path: str) -> FileStates | None:
@@ -154,10 +125,6 @@ def _regular_files(path: str) -> FileStates | None:
     except OSError:  # it is a file, or is gone
         return None
     return found
-
-
-def _state_of(name: str) -> dict[str, Any]:
-    return _state(os.stat(name))
 
 
 def _state(status: os.stat_result) -> dict[str, Any]:
