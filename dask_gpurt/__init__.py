@@ -31,12 +31,6 @@ __all__ = [
     "trace",
 ]
 
-#: What to use in place of public names that the repository had before a release.
-_REMOVED = {
-    "performance_report": "use distributed.performance_report, and dask_gpurt.trace beside it",
-    "explain_placement": "the logger dask_gpurt.placement.strategy tells each decision at DEBUG",
-}
-
 
 class _Lines(logging.Handler):
     """Print warnings that the program handles nowhere in Dask's format; Python prints only their text."""
@@ -83,9 +77,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _hint(name: str) -> str:
-    """Suggest a public name with a similar spelling, or what a removed name was replaced by."""
-    if name in _REMOVED:
-        return f": {_REMOVED[name]}"
+    """Suggest a public name with a similar spelling."""
     if name.startswith("_"):  # tools probe for many of these
         return ""
     import difflib

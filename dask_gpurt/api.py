@@ -69,7 +69,7 @@ def enable(client: Client | str | None = None) -> Client:
             "dask_gpurt.enable('tcp://10.0.0.1:8786')"
         ) from error
     # With an asynchronous client this is awaitable, as a client is; no type tells the two kinds apart.
-    enabled: Client = chosen.sync(_enable, chosen)
+    enabled: Client = chosen.sync(session.activate, chosen)
     return enabled
 
 
@@ -78,16 +78,11 @@ def _enable_at(address: str) -> Client:
     require_scheduler(address)
     client = Client(address)
     try:
-        client.sync(_enable, client)
+        client.sync(session.activate, client)
     except BaseException:
         with contextlib.suppress(TimeoutError):  # the first error says more
             client.close(timeout=CLOSE_TIMEOUT_S)
         raise
-    return client
-
-
-async def _enable(client: Client) -> Client:
-    await session.activate(client)
     return client
 
 

@@ -65,7 +65,7 @@ async def relay_off(client: Client) -> None:
     # If it is on again, each opens its session on its own event loop.
     if state is not None and not state["on"]:
         for other, follower in list(_followers.items()):
-            if _address(other) == _address(client):
+            if address_of(other) == address_of(client):
                 follower.take(state)
 
 
@@ -93,7 +93,7 @@ class Follower:
                 await self._introduce(client, self._reason)
                 state = await _last_state(client)
         except (OSError, TimeoutError) as error:  # the scheduler is gone; a slow one will tell
-            logger.debug("%s does not say whether the runtime is on: %r", _address(client), error)
+            logger.debug("%s does not say whether the runtime is on: %r", address_of(client), error)
         else:
             if state is None and before["on"]:  # the scheduler has been restarted without the runtime
                 _end_session(client)
@@ -147,7 +147,7 @@ class Follower:
     async def _refuse(self, client: Client, reason: str) -> None:
         if reason not in _said:
             _said.add(reason)
-            logger.warning("the runtime is on at %s, but not for this client: %s", _address(client), reason)
+            logger.warning("the runtime is on at %s, but not for this client: %s", address_of(client), reason)
         try:
             await self._introduce(client, reason)
         except OSError as error:  # the scheduler is gone
@@ -217,5 +217,6 @@ def _end_session(client: Client) -> None:
         session.SESSIONS.close_cluster(client)
 
 
-def _address(client: Client) -> str | None:
-    return getattr(client.scheduler, "address", None)  # None once it is closed
+def address_of(client: Client) -> str | None:
+    """Return the address of the scheduler of a client; None once it is closed."""
+    return getattr(client.scheduler, "address", None)

@@ -27,7 +27,6 @@ from distributed import Client, Future
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import (
     apart,
-    concat,
     fetch,
     gather,
     has_worker,
@@ -38,6 +37,7 @@ from dask_gpurt.dask_hooks.computing import (
     where_are,
 )
 from dask_gpurt.dask_hooks.planning import Expr, keys_of, metadata
+from dask_gpurt.dask_hooks.types import concat
 from dask_gpurt.frames.pickled import own_rest
 from dask_gpurt.observe import Fallback, Metrics
 
@@ -161,7 +161,7 @@ def _wanted(result: Expr, key: Key) -> Key | list[Key]:
 def _put_together(wanted: Key | list[Key], found: dict[Key, Any]) -> Any:
     if not isinstance(wanted, list):
         return found[wanted]
-    whole = concat([found[key] for key in wanted])
+    whole = concat([found[key] for key in wanted])  # as the task would
     return own_rest(whole) if isinstance(whole, (pd.DataFrame, pd.Series)) else whole
 
 

@@ -20,6 +20,7 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt.client import following
 from dask_gpurt.client.addresses import require_package
+from dask_gpurt.client.following import address_of
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
@@ -213,7 +214,7 @@ class Sessions:
         """End the sessions of all clients of a cluster, which is switched off as a whole."""
         with self._lock:
             for other in list(self._by_client):
-                of_the_cluster = other is client or _address(other) == _address(client) is not None
+                of_the_cluster = other is client or address_of(other) == address_of(client) is not None
                 if of_the_cluster or other.status == "closed":
                     del self._by_client[other]
             left = list(self._by_client.values())
@@ -274,8 +275,8 @@ def register_method() -> None:
     register_shuffle_method(SESSIONS.is_on, SESSIONS.choices)
 
 
-async def activate(client: Client) -> None:
-    """Switch the runtime on for a client and its cluster; preload hooks await this."""
+async def activate(client: Client) -> Client:
+    """Switch the runtime on for a client and its cluster, and return the client; preload hooks await this."""
     dask_hooks.require()
     await require_package(client.scheduler)
     from dask_gpurt.monitor import dashboard
@@ -292,6 +293,7 @@ async def activate(client: Client) -> None:
     if not await _stays_on(client):
         SESSIONS.close_cluster(client)
         raise RuntimeError("the runtime was switched off by another client during this call")
+    return client
 
 
 async def deactivate(client: Client) -> Client:
@@ -337,10 +339,6 @@ async def ask_memory(client: Client, by: str) -> MemoryUsage:
 
 def _scheduler(client: Client) -> Any:
     return client.scheduler  # untyped, since the handlers are not Dask's
-
-
-def _address(client: Client) -> str | None:
-    return getattr(client.scheduler, "address", None)  # None once it is closed
 
 
 async def _stays_on(client: Client) -> bool:

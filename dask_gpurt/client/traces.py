@@ -16,7 +16,6 @@ from distributed import Client, default_client
 from dask_gpurt.client import session
 from dask_gpurt.monitor.trace import ProcessTrace, Trace, chrome_trace
 from dask_gpurt.observe.recording import RING_EVENTS, Event
-from dask_gpurt.observe.report import RuntimeReport
 
 #: Seconds between two requests for events.
 INTERVAL_S = 0.5
@@ -151,7 +150,8 @@ class trace:
     async def __aenter__(self) -> Self:
         self._client = self._client or default_client()
         _require_folder(self._path)
-        if not (await _report(self._client)).enabled:
+        # Awaited here, on the client's event loop, where its own methods return awaitables.
+        if not (await session.ask_report(self._client, connect=False)).enabled:
             raise RuntimeError(
                 "the runtime is off on this cluster, and records nothing: switch it on with "
                 "dask_gpurt.enable(client)"
@@ -182,9 +182,3 @@ def write(found: Trace, path: Path) -> None:
     """Write a trace in the Trace Event Format."""
     text = json.dumps(chrome_trace(found), allow_nan=False).encode()
     path.write_bytes(gzip.compress(text, 6) if path.suffix == ".gz" else text)
-
-
-async def _report(client: Client) -> RuntimeReport:
-    # On the client's event loop the result is awaitable, even if the client is not asynchronous.
-    found: RuntimeReport = await session.ask_report(client, connect=False)
-    return found

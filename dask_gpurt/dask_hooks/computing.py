@@ -13,7 +13,6 @@ from typing import Any
 import dask
 from dask.base import compute, get_scheduler, persist
 from dask.context import thread_state
-from dask.dataframe.core import _concat
 from dask.dataframe.dask_expr._collection import FrameBase
 from dask.dataframe.dask_expr._repartition import RepartitionToFewer
 from dask.typing import Key
@@ -85,9 +84,6 @@ def _owner(get: Any) -> Any:
 
 
 # ---- results of a computation ----------------------------------------------------------------------
-
-#: What Dask's task at the end of a computation calls with all partitions.
-concat: Callable[[list[Any]], Any] = _concat
 
 
 def results_of(plan: Expr) -> Sequence[Expr]:

@@ -45,30 +45,8 @@ from dask_gpurt.dask_hooks.patch import PatchSet
 MAX_LOOKUPS = 3
 
 
-class _Sharing:
-    """Replace both for as long as anyone in this process wants it, once for all of them. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._patches = PatchSet()
-
-    def begin(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._patches.put(SingletonExpr, "__new__", _looked_up_again)
-                if sys.version_info < (3, 12):
-                    self._patches.put(cached_property, "__get__", _without_lock)
-
-    def end(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._patches.restore()
-
-
-_sharing = _Sharing()
+#: What is replaced, once for all who want it in this process, and those.
+_patches, _users, _lock = PatchSet(), set[object](), threading.Lock()
 
 
 @contextmanager
@@ -77,11 +55,28 @@ def sharing_expressions() -> Iterator[None]:
 
     Everything in this process that needs it enters: the client, its scheduler and workers may share it.
     """
-    _sharing.begin()
+    user = object()
+    _begin(user)
     try:
         yield
     finally:
-        _sharing.end()
+        _end(user)
+
+
+def _begin(user: object) -> None:
+    with _lock:
+        if not _users:
+            _patches.put(SingletonExpr, "__new__", _looked_up_again)
+            if sys.version_info < (3, 12):
+                _patches.put(cached_property, "__get__", _without_lock)
+        _users.add(user)
+
+
+def _end(user: object) -> None:
+    with _lock:
+        _users.remove(user)
+        if not _users:
+            _patches.restore()
 
 
 def _looked_up_again(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ def serve(server: Any, module: str) -> Callable[[], None]:
     prefix = next(known, _KNOWN_PAGE).removesuffix(_KNOWN_PAGE)
     handlers = get_handlers(server=server, modules=[module], prefix=prefix)
     if all(path in patterns for path, *_ in handlers):
-        return _nothing
+        return lambda: None
     ours = Application(handlers)
     application.add_application(ours)
 
@@ -54,7 +54,3 @@ def _patterns(application: Application) -> list[str]:
     return [
         matcher.regex.pattern.removesuffix("$") for matcher in matchers if isinstance(matcher, PathMatches)
     ]
-
-
-def _nothing() -> None:
-    """Remove nothing, since nothing was added."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from dask_gpurt.device import Block, Device
 from dask_gpurt.device.pool import Buffer
@@ -256,17 +256,4 @@ class Table(Packer, Protocol):
         The result shares no memory with the buffers. They may be read until the next :meth:`fence` has
         passed.
         """
-        ...
-
-
-@runtime_checkable
-class WarmUp(Protocol):
-    """Load ahead what first uses would otherwise wait for. A table may have it."""
-
-    def warm_up(self) -> None:
-        """Load the kernels that every shuffle needs. Blocks."""
-        ...
-
-    def warm_up_operators(self, until: Callable[[], bool]) -> None:
-        """Compile kernels of operators of user code, until ``until`` returns True. Blocks for seconds."""
         ...

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_gpurt.device import Device
-from dask_gpurt.frames.backend import Frame, Table, WarmUp
+from dask_gpurt.frames.backend import Frame, Table
 from dask_gpurt.frames.chunks import ChunkTable, NumpyChunks
 from dask_gpurt.frames.programs.values import Engine
 
@@ -188,7 +188,8 @@ def warm_up_operators(devices: Mapping[str, Device], until: Callable[[], bool]) 
         table.warm_up_operators(until)
 
 
-def _warming_up(devices: Mapping[str, Device]) -> Iterator[WarmUp]:
+def _warming_up(devices: Mapping[str, Device]) -> Iterator[Any]:
+    """Yield the tables that load ahead what first uses would otherwise wait for, as those of cudf."""
     for each in LIBRARIES.values():
-        if each.device in devices and isinstance(table := each.backend(devices[each.device]), WarmUp):
+        if each.device in devices and hasattr(table := each.backend(devices[each.device]), "warm_up"):
             yield table

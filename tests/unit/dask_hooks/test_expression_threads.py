@@ -81,13 +81,12 @@ def test_planning_is_kept_beside_it() -> None:
 @pytest.fixture(autouse=True)
 def _without_users() -> Iterator[None]:
     """Begin as in a process without the runtime, which a cluster of other tests may have switched on."""
-    sharing = expression_threads._sharing
-    users, sharing._users = sharing._users, 1
-    sharing.end()
+    users = set(expression_threads._users)
+    for user in users:
+        expression_threads._end(user)
     yield
-    if users:
-        sharing.begin()
-        sharing._users = users
+    for user in users:
+        expression_threads._begin(user)
 
 
 class _Sort(Expr):

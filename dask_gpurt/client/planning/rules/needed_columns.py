@@ -55,21 +55,13 @@ def users_first(plan: Any) -> list[Any]:
     return list(bottom_up(plan))[::-1]
 
 
-def needed_columns(order: Sequence[Any]) -> dict[str, Names]:
-    """Return the columns of each expression that are used, by its name; all or none of a series.
-
-    ``order``: the expressions of a plan, those that use another one before it. Those that nobody uses are
-    left out.
-    """
-    return _traced(order, _with_conditions)
-
-
 def needed_dtypes(order: Sequence[Any]) -> dict[str, Names]:
     """Return the columns of each expression of which the dtypes matter, by its name.
 
     ``order``: the expressions of a plan, those that use another one before it.
     """
-    return _traced(order, _dtypes, needed_columns(order))
+    used = _traced(order, _with_conditions)  # of those that nobody uses no dtype matters
+    return _traced(order, _dtypes, used)
 
 
 def _traced(
