@@ -29,14 +29,7 @@ _threads: list[threading.Thread] = []
 @cache
 def begin() -> None:
     """Use the libraries for GPUs that this process has imported, in a thread; once in a process."""
-    found = [
-        sys.modules[name] for name, each in LIBRARIES.items() if each.device != "host" and name in sys.modules
-    ]
-    for library in found:
-        # Not a daemon, which could be in CUDA while the process ends.
-        thread = threading.Thread(target=_use, args=(library,), name="gpurt-first-uses")
-        _threads.append(thread)
-        thread.start()
+    _threads.extend(in_threads("gpurt-first-uses", calls))
 
 
 def wait() -> None:
@@ -45,14 +38,31 @@ def wait() -> None:
         thread.join()
 
 
-def _use(library: Any) -> None:
-    try:
-        for call in calls(library):
-            if not threading.main_thread().is_alive():
-                return
-            call()
-    except Exception:  # the first query that needs it says so
-        logger.debug("%s cannot be used here", library.__name__, exc_info=True)
+def in_threads(
+    name: str,
+    calls_of: Callable[[Any], Iterator[Callable[[], Any]]],
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> list[threading.Thread]:
+    """Make calls of libraries for GPUs that this process has imported, each in a thread; return the threads.
+
+    ``is_wanted``: returns whether to go on; called before each call.
+    """
+
+    def use(library: Any) -> None:
+        try:
+            for call in calls_of(library):
+                if not (threading.main_thread().is_alive() and is_wanted()):
+                    return
+                call()
+        except Exception:  # the first query that needs it says so
+            logger.debug("%s cannot be used here", library.__name__, exc_info=True)
+
+    imported = (each for each, row in LIBRARIES.items() if row.device != "host" and each in sys.modules)
+    # Not daemons, which could be in CUDA while the process ends.
+    threads = [threading.Thread(target=use, args=(sys.modules[each],), name=name) for each in imported]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def calls(library: Any) -> Iterator[Callable[[], Any]]:

@@ -9,10 +9,7 @@ Decisions and their figures: ``docs/decisions/planning.md``.
 
 from __future__ import annotations
 
-import logging
 import operator
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,9 +22,6 @@ from dask_gpurt.client.planning.catalogue.asking import stand_in
 from dask_gpurt.client.planning.catalogue.schema import schema_of
 from dask_gpurt.dask_hooks.planning import collection_of
 from dask_gpurt.frames import first_uses
-from dask_gpurt.frames.registry import LIBRARIES
-
-logger = logging.getLogger(__name__)
 
 #: What a read of Parquet files has for its most frequent types, by the names of columns.
 DTYPES = {
@@ -47,26 +41,12 @@ def begin(convert: Convert, is_wanted: Callable[[], bool]) -> None:
     ``convert``: see :data:`Convert`.
     ``is_wanted``: returns whether the thread that calls it plans for a client; if not, no more is asked.
     """
-    found = [
-        sys.modules[name] for name, row in LIBRARIES.items() if row.device != "host" and name in sys.modules
-    ]
-    if found:
-        # Not a daemon, which could be in CUDA while the process ends.
-        threading.Thread(target=_ask, args=(found, convert, is_wanted), name="gpurt-ask-ahead").start()
 
+    def of(library: Any) -> Iterator[Callable[[], Any]]:
+        first_uses.wait()
+        yield from questions(convert(pd.DataFrame(columns=[*DTYPES]).astype(DTYPES), library.from_pandas))
 
-def _ask(libraries: list[Any], convert: Convert, is_wanted: Callable[[], bool]) -> None:
-    first_uses.wait()
-    for library in libraries:
-        try:
-            for ask in questions(
-                convert(pd.DataFrame(columns=[*DTYPES]).astype(DTYPES), library.from_pandas)
-            ):
-                if not (threading.main_thread().is_alive() and is_wanted()):
-                    return
-                ask()
-        except Exception:  # the first query that needs it says so
-            logger.debug("%s cannot be asked here", library.__name__, exc_info=True)
+    first_uses.in_threads("gpurt-ask-ahead", of, is_wanted)
 
 
 def questions(frame: Any) -> Iterator[Callable[[], Any]]:

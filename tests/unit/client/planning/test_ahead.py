@@ -14,7 +14,7 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 
-from dask_gpurt.client.planning import ahead
+from dask_gpurt.frames import first_uses
 from dask_gpurt.frames.registry import LIBRARIES, FrameLibrary
 from tests.helpers.planned import Planner
 
@@ -73,7 +73,7 @@ def test_a_library_that_cannot_be_asked_is_left_to_the_first_query(
     planner: Planner, toy: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     del toy.from_pandas
-    with caplog.at_level(logging.DEBUG, logger=ahead.__name__):
+    with caplog.at_level(logging.DEBUG, logger=first_uses.__name__):
         planner.cache.ask_ahead()
         wait_for_threads()
-    assert "toy cannot be asked here" in caplog.text
+    assert "toy cannot be used here" in caplog.text
