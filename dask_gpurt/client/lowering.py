@@ -357,14 +357,13 @@ class Lowering:
             explicit_comms=bool(dask.config.get("explicit-comms", False)),
             local=runs_locally(),
         )
-        undescribed = [frame for frame in frames if known_schema(frame) is None]
-        if choice is not None and choice.taken and not all(library(frame._meta) for frame in undescribed):
+        if choice is None or not choice.taken:
+            return choice
+        if not all(library(frame._meta) for frame in frames if known_schema(frame) is None):
             return MethodChoice.UNSUPPORTED_FRAMES
-        if choice is not None and choice.taken and any(map(_has_column_levels, frames)):
+        if any(map(_has_column_levels, frames)):
             return MethodChoice.COLUMN_LEVELS
-        if choice is not None and choice.taken and any(map(_overwrites_a_column, frames)):
-            return MethodChoice.COLUMN_TAKEN
-        return choice
+        return MethodChoice.COLUMN_TAKEN if any(map(_overwrites_a_column, frames)) else choice
 
 
 def _why_not_broadcast(join: Any) -> str | None:
@@ -377,8 +376,7 @@ def _why_not_broadcast(join: Any) -> str | None:
 
 def _has_column_levels(frame: Any) -> bool:
     """Return whether columns have levels: Dask then labels the column of targets ("_partitions", "")."""
-    schema = known_schema(frame)
-    if schema is not None:
+    if (schema := known_schema(frame)) is not None:
         return schema.has_levels
     return bool(frame.ndim == 2 and frame._meta.columns.nlevels > 1)
 

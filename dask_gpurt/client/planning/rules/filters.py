@@ -127,7 +127,7 @@ def conditions_on_reads(plan: Expr) -> dict[str, list[list[Any]]]:
     return {
         name_of(expr): [
             [each for each in found.asked(expr, *user).values() if each is not None]
-            for user in found.users(expr)
+            for user in found.exits[name_of(expr)]
         ]
         for expr in plan.walk()
         if not expr.dependencies()
@@ -170,8 +170,7 @@ class _Plan(RowRoots):
         asked = [self.asked(root, expr, place) for expr, place in exits]
         shared = [name for name in (asked[0] if asked else ()) if all(name in each for each in asked)]
         if type(root) is Merge and root.how == "left":
-            self._find_inner(root, {name: asked[0][name] for name in shared})
-            self._find_unmatched(root, {name: asked[0][name] for name in shared})
+            self._find_other_kind(root, {name: asked[0][name] for name in shared})
         for name in shared if root.dependencies() else ():
             condition = asked[0][name]
             try:
@@ -211,48 +210,37 @@ class _Plan(RowRoots):
                 self._placed[place].append(moved)
             self._note(join, f"lacks rows that {_text(join, implied)} leaves out later on", done=True)
 
-    def _find_inner(self, join: Any, conditions: Conditions) -> None:
-        """Make an inner join of a left join if conditions leave out its rows without a match."""
+    def _find_other_kind(self, join: Any, conditions: Conditions) -> None:
+        """Make another join of a left join if conditions leave out its rows without a match, or all others.
+
+        It is an inner join then, or one whose right side needs each key once.
+        """
         names = names_in_join(join)[1].keys() - shared_keys(join)
         if join.left_index:  # without a match, pandas fills these with the labels of the left side
             names -= {*keys_of_join(join)[1]}
         for name, condition in conditions.items():
-            if condition is None or not _is_false_for_nulls(join, condition, names):
+            if condition is None:
                 continue
+            is_inner, column = _is_false_for_nulls(join, condition, names), tested_column(join, condition)
+            if not is_inner and column is None:
+                continue
+            kind = "inner" if is_inner else "anti"
             try:
-                self._check_filled(join, 1)
-                self._check_what_shows(join, name)
-            except _LeftError as error:
-                self._note(join, f"is not taken for an inner join: {error}")
-                continue
-            self._inner.add(name_of(join))
-            self._note(join, "is an inner join: rows without a match are left out later", done=True)
-            return
-
-    def _find_unmatched(self, join: Any, conditions: Conditions) -> None:
-        """Make the right side of a left join distinct if conditions leave out its rows with a match."""
-        for name, condition in conditions.items():
-            if condition is None or (column := tested_column(join, condition)) is None:
-                continue
-            try:
-                if not repeats_keys(join, self._tables) or not tells_matches(join, column, self._tables):
-                    self._note(join, "is not taken for an anti join: keys may be distinct, or columns null")
-                    continue
+                if is_inner:
+                    self._check_filled(join, 1)
+                elif not repeats_keys(join, self._tables) or not tells_matches(join, column, self._tables):
+                    raise _LeftError("keys may be distinct, or columns null")
                 self._check_what_shows(join, name)
             except (OSError, _LeftError) as error:
-                self._note(join, f"is not taken for an anti join: {error}")
+                self._note(join, f"is not taken for an {kind} join: {error}")
                 continue
-            self._unmatched.add(name_of(join))
-            text = "is an anti join: rows with a match are left out later, so it needs each key once"
-            self._note(join, text, done=True)
+            (self._inner if is_inner else self._unmatched).add(name_of(join))
+            left_out = "without a match" if is_inner else "with a match"
+            self._note(join, f"is an {kind} join: rows {left_out} are left out later", done=True)
             return
 
     def _how(self, join: Any) -> str:
         return "inner" if name_of(join) in self._inner else str(join.how)
-
-    def users(self, root: Any) -> list[tuple[Any, Place]]:
-        """Return where the rows of an expression, and what is computed from them, are used by others."""
-        return self.exits[name_of(root)]
 
     def asked(self, root: Any, expr: Any, place: Place) -> Conditions:
         """Return the conditions that hold for the rows at a place, or shall."""
