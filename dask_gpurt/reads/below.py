@@ -1,6 +1,6 @@
 """Keep columns in a tier below the device, to which they were copied from it, and copy them back.
 
-They come down as other data needs their room on the device, or find none there, and go as other data needs
+They come down as other columns need their room on the device, or find none there, and go as other data needs
 that of the tier.
 
 Decisions and their figures: ``docs/decisions/reads.md``.

@@ -188,7 +188,8 @@ def stored_index(facts: Mapping[bytes, bytes]) -> tuple[str, ...]:
 class ColumnCache(EvictingCache):
     """Hold columns of parts, each of one version of its file. Thread-safe.
 
-    ``below``: takes columns that are dropped here, or find no room.
+    ``below``: takes columns that have to go for others, or find no room here. Those that go because other
+    data needs their memory are dropped: it does not wait for a copy.
     ``source``: what metrics call its memory.
     """
 
@@ -255,18 +256,15 @@ class ColumnCache(EvictingCache):
             self._changed(self.nbytes)
         if stale or dropped:
             with self._freeing:
-                super()._free(stale)
+                self._free(stale)
+                if self.below is not None:
+                    for of, columns in dropped:
+                        self.below.take(of, columns)
                 self._free(dropped)
 
     def close(self) -> None:
         self.below = None
         super().close()
-
-    def _free(self, dropped: list[tuple[Part, Kept]]) -> None:
-        if self.below is not None:
-            for part, kept in dropped:
-                self.below.take(part, kept)
-        super()._free(dropped)
 
     def _forget(self, key: tuple[Part, str]) -> tuple[Part, Kept]:
         part, name = key

@@ -28,7 +28,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import arrow_tables
 from dask_gpurt.reads import columns as module
 from dask_gpurt.reads.below import ColumnsBelow
-from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
+from dask_gpurt.reads.columns import Asked, Column, ColumnCache, ColumnRead, Kept
 from dask_gpurt.worker import kept_reads
 from dask_gpurt.worker.kept_reads import KeptColumns, asked_of
 from dask_gpurt.worker.tiers import WorkerTiers
@@ -170,6 +170,13 @@ def below(room: Callable[[], int], told: Callable[[int], None] = lambda nbytes: 
 
 def both(room: int = 10_000, lower: int = 16 << 10) -> ColumnCache:
     return ColumnCache(lambda: room, lambda nbytes: None, below(lambda: lower))
+
+
+def replace_all(cache: ColumnCache) -> None:
+    """Keep a column that needs all the room of a cache."""
+    values = np.zeros(cache._room() // 8, np.int64)
+    column = Column(("large", []), "<i8", values, values.nbytes)
+    cache.keep(("large", None, ()), Kept((0,), {}, {}, {"large": column}))
 
 
 FILES = st.sampled_from([(0,), (1,), (2,), (1, 2), (2, 1), (0, 1)])
@@ -407,6 +414,7 @@ def test_columns_that_have_to_go_come_back_from_below(library: Library) -> None:
     cache, metrics = both(), Metrics()
     for files in ((1,), (2,)):
         library.read(cache, files, ("a", "b"))
+    replace_all(cache)
     cache.release(cache.nbytes)
     library.calls.clear()
     assert cache.nbytes == 0
@@ -482,13 +490,14 @@ def test_an_allocation_that_fails_waits_for_the_last_column_to_go_down(library: 
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
         patch.setattr(under._device, "scatter", slow)
-        first = threads.submit(cache.release, 1)
+        first = threads.submit(replace_all, cache)
         going.wait(10)
-        second = threads.submit(lambda: (cache.release(1), cache.releases))
+        large = cache.nbytes
+        second = threads.submit(cache.release, large)
         assert not wait([second], timeout=0.05).done
         go.set()
-        assert first.result() > 0
-        assert second.result() == (0, 1)
+        first.result()
+        assert second.result() == large == 10_000
 
 
 CALL: dict[str, Any] = {"filepaths_or_buffers": ["/x", "/y"], "engine": "cudf", "columns": ["a", "b"]}
