@@ -224,11 +224,16 @@ def allow_reads(dask_worker: Any) -> None:
 
 
 def indexed(tmp_path: Path) -> str:
-    """Return the path of a file with an index that pandas has stored, dates, and numbers with a precision."""
+    """Return the path of a file with an index that pandas has stored, days, and numbers with a precision."""
     frame = table(1).to_pandas()[["number", "maybe", "word", "price"]]
     frame["day"] = [np.datetime64("2021-01-01") + int(n) for n in frame.number]
     schema = pa.schema(
-        [("day", pa.date32()), ("word", pa.string()), ("price", pa.decimal128(12, 2)), ("number", pa.int64())]
+        [
+            ("day", pa.timestamp("ms")),
+            ("word", pa.string()),
+            ("price", pa.decimal128(12, 2)),
+            ("number", pa.int64()),
+        ]
     )
     path = str(tmp_path / "indexed.parquet")
     stored = frame.set_index("number")[["day", "word", "price"]]
