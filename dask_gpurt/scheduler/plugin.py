@@ -350,7 +350,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _readings(self) -> list[prometheus.Reading]:
         return [
             ("workers.ready", (), len(self.workers.ready)),
-            ("shuffles.active", (), len(self.shuffles.active())),
+            ("shuffles.active", (), len(self.shuffles.runs.all())),
         ]
 
     # ---- calls from workers and clients ----------------------------------------------

@@ -28,7 +28,7 @@ from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
 from dask_gpurt.protocol import NEW_OWNERS_OP
 from dask_gpurt.scheduler.results import RetainedResults
-from dask_gpurt.scheduler.runs import ActiveRuns, is_unfinished, owners_of
+from dask_gpurt.scheduler.runs import ActiveRuns, is_unfinished
 from dask_gpurt.scheduler.switching import Workers
 from dask_gpurt.shuffle.losses import ConsecutiveLosses, Contribution, Loss, PendingLosses, common_owners
 from dask_gpurt.shuffle.owners import Owners, deal, fair_share
@@ -176,8 +176,8 @@ class Recovery:
         Runs before Dask's own method, which restarts every run that still lists the worker as participating.
         """
         affected = set()
-        for shuffle, run in self._extension.active_shuffles.items():
-            if worker in run.participating_workers and owners_of(run) is not None:
+        for shuffle, run in self._runs.all().items():
+            if worker in run.participating_workers:
                 run.participating_workers.discard(worker)
                 affected.add(shuffle)
         for together in self._runs.grouped(affected):
@@ -211,8 +211,7 @@ class Recovery:
 
     def retires(self, worker: str) -> None:
         """Give the outputs of a worker that retires to others, while it can still offer its shards."""
-        active = self._extension.active_shuffles
-        for together in self._runs.grouped({shuffle for shuffle in active if self._runs.has(shuffle)}):
+        for together in self._runs.grouped(self._runs.all()):
             owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in together))
             needed = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in together))
             candidates = self._runs.candidates(*together)
@@ -222,8 +221,8 @@ class Recovery:
     def contributions(self, worker: str) -> dict[ShuffleId, Contribution]:
         """Return what would have to be transferred again if a worker left now, by shuffle."""
         found = {}
-        for shuffle, run in self._extension.active_shuffles.items():
-            if self._runs.has(shuffle) and not self.is_done(shuffle):
+        for shuffle, run in self._runs.all().items():
+            if not self.is_done(shuffle):
                 epoch, transfers = self._runs.owners(shuffle).epoch, self._transferred_by(worker, shuffle)
                 found[shuffle] = Contribution(run.run_id, epoch, transfers)
         return {shuffle: contributed for shuffle, contributed in found.items() if contributed.transfers}
@@ -239,11 +238,9 @@ class Recovery:
     def joined(self, worker: str) -> None:
         """Give a worker that has joined a fair share of the unfinished outputs."""
         self._in_a_row.takes_part(worker)
-        for shuffle, run in list(self._extension.active_shuffles.items()):
-            owners = owners_of(run)
-            if owners is None or owners.sealed:
-                continue
-            if worker not in self._runs.candidates(shuffle):
+        for shuffle in self._runs.all():
+            owners = self._runs.owners(shuffle)
+            if owners.sealed or worker not in self._runs.candidates(shuffle):
                 continue
             taken = self._share_for(worker, shuffle, owners)
             if taken and shuffle not in self._losses:

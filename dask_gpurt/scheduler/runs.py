@@ -111,17 +111,23 @@ class ActiveRuns:
         self._extension: ShuffleExtension = scheduler.extensions["shuffle"]
         self._workers = workers
 
-    def has(self, shuffle: ShuffleId) -> bool:
-        """Return whether an active run is the runtime's."""
-        return owners_of(self._extension.active_shuffles[shuffle]) is not None
+    def all(self) -> dict[ShuffleId, RunState]:
+        """Return the active runs of the runtime, by shuffle."""
+        active = self._extension.active_shuffles
+        return {shuffle: run for shuffle, run in active.items() if owners_of(run) is not None}
+
+    def get(self, shuffle: ShuffleId) -> RunState | None:
+        """Return the active run of a shuffle; None if there is none, or it is Dask's own."""
+        run = self._extension.active_shuffles.get(shuffle)
+        return run if run is not None and owners_of(run) is not None else None
 
     def is_active(self, shuffle: ShuffleId) -> bool:
         """Return whether a shuffle has an active run of the runtime."""
-        return shuffle in self._extension.active_shuffles and self.has(shuffle)
+        return self.get(shuffle) is not None
 
     def current_owners(self, shuffle: ShuffleId, run_id: int) -> Owners | None:
         """Return the owner of each output of a run of the runtime; None if it is not the active one."""
-        run = self._extension.active_shuffles.get(shuffle)
+        run = self.get(shuffle)
         return owners_of(run) if run is not None and run.run_id == run_id else None
 
     def is_current(self, shuffle: ShuffleId, run_id: int) -> bool:
@@ -167,8 +173,9 @@ class ActiveRuns:
 
     def sharing(self, shuffle: ShuffleId) -> set[ShuffleId]:
         """Return a shuffle and the active ones that share outputs with it, such as both sides of a join."""
-        others = sharing_outputs(self.barrier(shuffle)) & self._extension.active_shuffles.keys()
-        return {shuffle} | {other for other in others if self.has(other)}
+        return {shuffle} | {
+            other for other in sharing_outputs(self.barrier(shuffle)) if self.is_active(other)
+        }
 
     def grouped(self, shuffles: Collection[ShuffleId]) -> list[set[ShuffleId]]:
         """Return the given shuffles in groups that share outputs."""

@@ -19,7 +19,6 @@ from dask_gpurt.dask_hooks.shuffle import (
     ArrayRechunkSpec,
     DataFrameShuffleSpec,
     P2PConsistencyError,
-    RunState,
     ShuffleId,
     ShuffleRunSpec,
     barrier_key,
@@ -81,8 +80,8 @@ class SchedulerShuffles:
         self._workers = workers
         self._patches = PatchSet()
         self._undo = ExitStack()
-        self._runs = ConsecutiveRuns()
-        runs = ActiveRuns(scheduler, workers)
+        self._in_a_row = ConsecutiveRuns()
+        self.runs = runs = ActiveRuns(scheduler, workers)
         self.recovery = Recovery(
             scheduler, workers, runs, settings.shuffle.retries, metrics, self._begin_again
         )
@@ -132,23 +131,15 @@ class SchedulerShuffles:
         self.recovery.end_all()
         self._patches.restore()
         self._undo.close()
-        extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
-        for shuffle_id, run in list(extension.active_shuffles.items()):
-            if isinstance(run.run_spec.spec, RunSpec) and self._is_dasks(shuffle_id):
+        stimulus_id = f"gpurt-off-{time()}"
+        for shuffle_id, run in self.runs.all().items():
+            if self._is_dasks(shuffle_id):
                 message = f"the runtime was switched off during {run}"
-                restart_without(extension, self._scheduler, run, message, stimulus_id)
+                restart_without(self._extension, self._scheduler, run, message, stimulus_id)
 
     def _is_dasks(self, shuffle_id: ShuffleId) -> bool:
         barrier: Any = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec
         return type(barrier.spec) in (DataFrameShuffleSpec, ArrayRechunkSpec)
-
-    def active(self) -> dict[ShuffleId, RunState]:
-        """Return the active runs of the runtime, by shuffle."""
-        return {
-            shuffle_id: run
-            for shuffle_id, run in self._extension.active_shuffles.items()
-            if isinstance(run.run_spec.spec, RunSpec)
-        }
 
     def transition(
         self, key: Key, finish: str, worker: str | None, metadata: Mapping[str, Any] | None
@@ -161,9 +152,9 @@ class SchedulerShuffles:
         self.recovery.transition(key, finish, worker)
         self.abandoning.transition(key, finish)
         if finish in ("memory", "forgotten"):
-            self._runs.done(key)
+            self._in_a_row.done(key)
         if finish == "forgotten" and isinstance(key, str) and (shuffle_id := id_from_key(key)):
-            self._runs.forget(shuffle_id)
+            self._in_a_row.forget(shuffle_id)
             self.recovery.forgotten(shuffle_id)
             self._balancing.forgotten(shuffle_id)
         if finish == "memory":
@@ -211,7 +202,7 @@ class SchedulerShuffles:
                 # Dask ends the run when its barrier fails. A retry of the barrier would find no run, and that
                 # error would hide the cause.
                 barrier.retries = 0
-                self._runs.begins(
+                self._in_a_row.begins(
                     shuffle_id, [task.key for task in barrier.dependents if is_unfinished(task)]
                 )
                 self._send_outputs_to_owners(shuffle_id, run.worker_for)
@@ -259,13 +250,12 @@ class SchedulerShuffles:
         the error.
         """
         shuffle_id = id_from_key(key) if isinstance(key, str) else None
-        if shuffle_id is not None and self._is_ours(shuffle_id):
-            run = self._extension.active_shuffles[shuffle_id]
+        if shuffle_id is not None and (run := self.runs.get(shuffle_id)) is not None:
             end_run(self._extension, run, f"{run} has failed", f"gpurt-failed-{time()}")
 
     def _is_needed_again(self, key: Key) -> bool:
         shuffle_id = id_from_key(key) if isinstance(key, str) else None
-        if shuffle_id is None or not self._is_ours(shuffle_id):
+        if shuffle_id is None or not self.runs.is_active(shuffle_id):
             return False
         barrier = self._scheduler.tasks[key]
         return bool(barrier.who_wants or barrier.waiters)
@@ -274,14 +264,10 @@ class SchedulerShuffles:
         """Return whether any run of a shuffle has been of the runtime."""
         return any(isinstance(run.run_spec.spec, RunSpec) for run in runs_of(self._extension, shuffle_id))
 
-    def _is_ours(self, shuffle_id: ShuffleId) -> bool:
-        run = self._extension.active_shuffles.get(shuffle_id)
-        return run is not None and isinstance(run.run_spec.spec, RunSpec)
-
     def _restart_shuffle(self, original: Callable[..., None]) -> Callable[..., None]:
         def begin_again(id: ShuffleId, scheduler: SchedulerServer, *, stimulus_id: str) -> None:
-            if self._is_ours(id):  # _transition does not end it when its barrier is released
-                run = self._extension.active_shuffles[id]
+            # _transition does not end it when its barrier is released
+            if (run := self.runs.get(id)) is not None:
                 self._metrics.add("shuffle.runs.restarted")
                 end_run(self._extension, run, f"{run} begins again", stimulus_id)
             original(id, scheduler, stimulus_id=stimulus_id)
@@ -304,7 +290,7 @@ class SchedulerShuffles:
         def valid(scheduler: SchedulerServer, workers: list[WorkerState]) -> list[WorkerState]:
             # Workers may leave once all outputs of a shuffle are in memory: hide these shuffles from Dask.
             active = self._extension.active_shuffles
-            done = [s for s in active if self._is_ours(s) and self.recovery.is_done(s)]
+            done = [shuffle for shuffle in self.runs.all() if self.recovery.is_done(shuffle)]
             kept = {shuffle_id: active.pop(shuffle_id) for shuffle_id in done}
             try:
                 return original(scheduler, workers)
@@ -344,7 +330,7 @@ class SchedulerShuffles:
         return {p: w if w in possible else spec.pick_worker(p, possible) for p, w in chosen.items()}
 
     def _refuse_after_retries(self, shuffle_id: ShuffleId) -> None:
-        runs, retries = self._runs[shuffle_id], self._settings.shuffle.retries
+        runs, retries = self._in_a_row[shuffle_id], self._settings.shuffle.retries
         if runs > retries:
             raise P2PConsistencyError(
                 f"shuffle {shuffle_id} is given up after {runs} runs in a row: each lost a worker or failed "

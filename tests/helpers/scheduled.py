@@ -391,7 +391,7 @@ class DaskScheduler(VirtualScheduler):
             in_a_row._runs,
             in_a_row._missing,
             in_a_row._of,
-            self.shuffles._runs._runs,
+            self.shuffles._in_a_row._runs,
             [keys for keys in self.shuffles.results._unconfirmed.values() if keys],
         ):
             assert not held, held
