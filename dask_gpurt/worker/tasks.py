@@ -1,4 +1,7 @@
-"""Run tasks on a worker with tiers: reserve memory, hold the inputs, and retry if memory runs out."""
+"""Run tasks on a worker with tiers: reserve memory, hold the inputs, and retry if memory runs out.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
+"""
 
 from __future__ import annotations
 
