@@ -2,6 +2,8 @@
 
 The optimiser makes some thousand expressions for a query, each named by a hash of its operands. Most of these
 are other expressions, labels and numbers, of which Dask finds out one by one that they are nothing special.
+
+Decisions and their figures: ``docs/decisions/planning.md``.
 """
 
 from __future__ import annotations
