@@ -44,6 +44,7 @@ from dask.typing import Key
 from dask.utils import methodcaller
 from fsspec.config import conf as fsspec_options
 
+from dask_gpurt.dask_hooks.last_steps import LastStep
 from dask_gpurt.dask_hooks.making import PLAIN, make_faster
 from dask_gpurt.dask_hooks.parquet_files import OF_FILES, has_options, version_of_files
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
@@ -432,10 +433,12 @@ def fuse_blockwise(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
 def _groups(plan: Expr) -> dict[str, list[str]]:
     """Return the operations that become one, by the last of them, which is the first of the list.
 
-    An operation is fused with those that need it if these are all fused into one, of as many partitions.
+    An operation is fused with those that need it if these are all fused into one, of as many partitions. The
+    last step of a reduction is fused with operations that need nothing else, which do not wait for others.
     """
     groups: dict[str, list[str]] = {}
     last_of: dict[str, Expr] = {}
+    inputs: dict[str, set[str]] = {}
     needed_by: dict[str, set[str]] = {}
     for expr in reversed([*bottom_up(plan)]):
         name = name_of(expr)
@@ -445,10 +448,14 @@ def _groups(plan: Expr) -> dict[str, list[str]]:
             is_valid_blockwise_op(expr)
             and is_valid_blockwise_op(last)
             and expr.npartitions == last.npartitions
+            and (not isinstance(expr, LastStep) or inputs[name_of(last)] <= {name})
         ):
             last = expr
         last_of[name] = last
         groups.setdefault(name_of(last), []).append(name)
+        outside = inputs.setdefault(name_of(last), set())
+        outside |= set(map(name_of, expr.dependencies()))
+        outside.discard(name)
         for each in expr.dependencies():
             needed_by.setdefault(name_of(each), set()).add(name)
     return groups

@@ -283,7 +283,8 @@ class WorkerReads:
         """Call a reader, without waiting for a turn if no user code can have run before."""
         if not execution.begins_with_read:
             return self._read(execution, reader, *args, **kwargs)
-        self._start_next(execution)
+        if self._worker.state.ready:
+            self._start_next(execution)
         result = self._read(execution, reader, *args, **kwargs)
         execution.begins_with_read = False
         self._wait(execution)
@@ -299,6 +300,8 @@ class WorkerReads:
             if found is not None:
                 self.count_stream()
                 return found
+        if execution.begins_with_read:
+            self._start_next(execution)
         try:
             result = self._timed(execution, reader, *args, **kwargs)
             if columns is not None and call is not None:

@@ -18,6 +18,7 @@ from dask.core import flatten
 from dask.typing import Key
 
 from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, known_schema
+from dask_gpurt.dask_hooks.last_steps import last_step
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     PlanWrapper,
@@ -58,6 +59,7 @@ def fuse(plan: Expr) -> Expr:
         return plan
     name = name_of(plan)
     plan = rebuild(plan, with_seed)  # or a sort would divide rows into other partitions than Dask does
+    plan = rebuild(plan, last_step)
     own: list[Expr] = []
 
     def with_computation(expr: Expr) -> Expr:

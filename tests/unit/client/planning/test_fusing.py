@@ -21,6 +21,7 @@ from dask.dataframe.dask_expr._collection import new_collection
 from dask.dataframe.dask_expr._expr import Assign
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
+from dask.dataframe.dask_expr._reductions import TreeReduce
 from dask.typing import Key
 from distributed.shuffle._core import P2PBarrierTask, ShuffleId
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
@@ -215,6 +216,40 @@ def test_fused_plans_have_the_same_results(collections: int) -> None:
     assert len(keys) == collections
     for computed, frame in zip(dask.get(tasks_of(found), keys), frames, strict=True):
         assert computed.equals(frame.compute(scheduler="sync"))
+
+
+def sums(partitions: int, name: str = "total") -> Any:
+    """Return the sums of groups, whose last step an operation on their index follows."""
+    frame = pd.DataFrame({"key": [n % 3 for n in range(60)], "value": range(60)})
+    found = dd.from_pandas(frame, npartitions=partitions, sort=False).groupby("key").value.sum()
+    return found.rename(name).reset_index()
+
+
+@pytest.mark.parametrize(("partitions", "tasks"), [(1, 1), (8, 9)])
+def test_the_last_step_of_a_reduction_is_one_task_with_what_is_around_it(partitions: int, tasks: int) -> None:
+    found = fuse(plan(sums(partitions)))
+    graph = {key: node for key, node in tasks_of(found).items() if not isinstance(node, (DataNode, Alias))}
+    assert len(graph) == tasks
+    (computed,) = dask.get(tasks_of(pickle.loads(pickle.dumps(found))), list(flatten(keys_of(found))))
+    expected = sums(partitions).compute(scheduler="sync")
+    pd.testing.assert_frame_equal(computed, expected)
+
+
+def test_a_reduction_of_several_steps_is_left() -> None:
+    found = fuse(plan(sums(9)))
+    assert len([expr for expr in found.walk() if isinstance(expr, TreeReduce)]) == 1
+    (computed,) = dask.get(tasks_of(found), list(flatten(keys_of(found))))
+    pd.testing.assert_frame_equal(computed, sums(9).compute(scheduler="sync"))
+
+
+def test_reductions_that_are_combined_do_not_wait_for_each_other() -> None:
+    both = sums(1).merge(sums(2, "other"), on="key")
+    found = fuse(plan(both))
+    (merged,) = [node for key, node in tasks_of(found).items() if "merge" in key[0]]  # type: ignore[index]
+    assert len(merged.dependencies) == 2
+    assert all("sum" in key[0] for key in merged.dependencies)  # type: ignore[index]
+    (computed,) = dask.get(tasks_of(found), list(flatten(keys_of(found))))
+    pd.testing.assert_frame_equal(computed, both.compute(scheduler="sync"))
 
 
 def test_quantiles_are_those_of_the_sample_that_dask_draws() -> None:
