@@ -44,6 +44,7 @@ from dask.typing import Key
 from dask.utils import methodcaller
 from fsspec.config import conf as fsspec_options
 
+from dask_gpurt.dask_hooks.join_metadata import defer_metadata
 from dask_gpurt.dask_hooks.last_steps import LastStep
 from dask_gpurt.dask_hooks.making import PLAIN, make_faster
 from dask_gpurt.dask_hooks.parquet_files import OF_FILES, has_options, version_of_files
@@ -474,6 +475,7 @@ def graph_of(plan: Expr) -> dict[Key, GraphNode]:
             if is_frame_of_chunks(each):
                 vars(each)["ndim"] = 2
     graph: dict[Key, GraphNode] = convert_legacy_graph(plan.__dask_graph__())
+    defer_metadata(graph)
     return graph
 
 
