@@ -91,14 +91,12 @@ class GpurtShuffle(P2PShuffle):
         return super()._simplify_up(parent, dependents)  # type: ignore[no-untyped-call]
 
     def _layer(self) -> dict[Any, Any]:
-        targets, in_order = _targets(self.frame, self.partitioning_index), IN_ORDER in (self.options or {})
-        order_by = targets.by if isinstance(targets, RangeTargets) and not in_order else None
+        targets = _targets(self.frame, self.partitioning_index)
         layer: dict[Any, Any] = super()._layer()  # type: ignore[no-untyped-call]
         layer = _with_our_spec(
             layer,
             ignore_index=self._drops_index,
-            order_by=order_by,
-            in_order=in_order,
+            in_order=IN_ORDER in (self.options or {}),
             computation=self.computation,
             any_columns=self._any_columns,
             label=self.label,

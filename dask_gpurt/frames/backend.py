@@ -245,13 +245,8 @@ class Table(Packer, Protocol):
         """
         ...
 
-    def assemble(
-        self, parts: Sequence[Part], meta: Frame, *, ignore_index: bool, order_by: Any = None
-    ) -> Frame:
+    def assemble(self, parts: Sequence[Part], meta: Frame, *, ignore_index: bool) -> Frame:
         """Concatenate parts; without parts, return a copy of ``meta``.
-
-        If ``order_by`` names a column, the rows will be sorted by it later, and a backend may already do so
-        with a stable sort.
 
         The result shares no memory with the buffers. They may be read until the next :meth:`fence` has
         passed.

@@ -121,28 +121,19 @@ class PandasLayout:
 
     # ---- reading ---------------------------------------------------------------------
 
-    def read(self, parts: Sequence[Part], order_by: Hashable = None) -> pd.DataFrame:
-        """Concatenate parts of this layout into new memory.
-
-        The rows are sorted by ``order_by`` if that is fast and unambiguous; see
-        :func:`~dask_gpurt.frames.columns.order_of`.
-        """
+    def read(self, parts: Sequence[Part]) -> pd.DataFrame:
+        """Concatenate parts of this layout into new memory."""
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         index = [] if self.index is None else [np.empty(rows, self.index)]
         arrays = self._blocks(rows)
         placed = [pair for block, at in arrays for pair in zip(at, np.atleast_2d(block), strict=True)]
         targets = [*index, *(column for _, column in sorted(placed, key=itemgetter(0)))]
-        sources = list(zip(*map(self._rows, parts), strict=True))
-        order = self._order(sources[len(index) :], order_by)
-        for target, pieces in zip(targets, sources, strict=True):
-            if order is None:
-                np.concatenate(pieces, out=target)
-            else:
-                take(np.concatenate(pieces), order, target)
+        for target, pieces in zip(targets, zip(*map(self._rows, parts), strict=True), strict=True):
+            np.concatenate(pieces, out=target)
         blocks = [(block if block.ndim == 2 else pd.array(block, copy=False), at) for block, at in arrays]
         labels = pd.Index(index[0], name=self.name, copy=False) if index else pd.RangeIndex(rows)
         frame: pd.DataFrame = create_dataframe_from_blocks(
-            [*blocks, *self._read_texts(parts, order)], labels, self.columns
+            [*blocks, *self._read_texts(parts)], labels, self.columns
         )
         return frame
 
@@ -150,15 +141,6 @@ class PandasLayout:
         """Return views of the index, if any, and of numbers and dates of a part."""
         start, stop = part.offsets[part.index : part.index + 2]
         return [view[start:stop] for view in self.views(part.buffer, part.offsets[-1])]
-
-    def _order(self, columns: Sequence[Sequence[np.ndarray]], by: Hashable) -> np.ndarray | None:
-        """Return the sort order of a column given in pieces; None if there is none, or no such column."""
-        if by is None or list(self.columns).count(by) != 1:
-            return None
-        found = [
-            column for (at, _), column in zip(self.fixed(), columns, strict=True) if self.columns[at] == by
-        ]
-        return order_of(np.concatenate(found[0]), distinct=True) if found else None
 
     def _blocks(self, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Allocate memory for numbers and dates; return each array with the positions of its columns.
@@ -176,7 +158,7 @@ class PandasLayout:
         return blocks
 
     def _read_texts(
-        self, parts: Sequence[Part], order: np.ndarray | None
+        self, parts: Sequence[Part]
     ) -> Iterator[tuple[pd.api.extensions.ExtensionArray, np.ndarray]]:
         """Yield each column of strings in new memory, with its position."""
         texts = self.texts()
@@ -185,8 +167,6 @@ class PandasLayout:
         pieces = zip(*(self._text_views(part, len(texts)) for part in parts), strict=True)
         for (at, kind), views in zip(texts, pieces, strict=True):
             array = pa.concat_arrays(views)  # which copies a single one, too
-            if order is not None:
-                array = array.take(pa.array(order))
             yield kind.dtype.__from_arrow__(array), np.array([at])
 
     def _text_views(self, part: Part, count: int) -> list[pa.LargeStringArray]:
@@ -337,37 +317,3 @@ def take(column: np.ndarray, order: np.ndarray, into: np.ndarray) -> None:
     """Copy elements, selected by position, into an array."""
     # mode="clip" avoids the bounds check, for which numpy would write to a temporary copy first.
     np.take(column, order, out=into, mode="clip")
-
-
-def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | None:
-    """Return the positions that sort integers in ascending order; the sort is stable.
-
-    Each number is combined with its position into one integer of 64 bits, and these are sorted, which takes a
-    third of the time of ``argsort``.
-
-    ``distinct``: whether to return None if numbers are equal, so that the order is the same for every sort.
-    Returns positions as int64; None for other dtypes, or if the range of numbers is too wide to fit next to a
-    position.
-    """
-    if not is_whole(numbers.dtype):
-        return None
-    if not len(numbers):
-        return np.empty(0, np.int64)
-    lowest = numbers.min()
-    bits = (len(numbers) - 1).bit_length()
-    if (int(numbers.max()) - int(lowest)).bit_length() + bits > 63:
-        return None
-    order = numbers.astype(np.int64)  # for uint64 modulo 2**64, as are the differences
-    order -= lowest.astype(np.int64)
-    order <<= bits
-    order |= np.arange(len(order))
-    order.sort()
-    if distinct and ((order[1:] >> bits) == (order[:-1] >> bits)).any():
-        return None
-    order &= (1 << bits) - 1
-    return order
-
-
-def is_whole(dtype: Any) -> bool:
-    """Return whether a dtype is an integer dtype of numpy."""
-    return isinstance(dtype, np.dtype) and dtype.kind in "iu"

@@ -245,9 +245,7 @@ class CudfTable:
         copy_on_device(copies, raw)
         raw.synchronize()
 
-    def assemble(
-        self, parts: Sequence[Part], meta: cudf.DataFrame, *, ignore_index: bool, order_by: Any = None
-    ) -> cudf.DataFrame:
+    def assemble(self, parts: Sequence[Part], meta: cudf.DataFrame, *, ignore_index: bool) -> cudf.DataFrame:
         if not parts:
             return meta.copy()
         read = pickle.loads(parts[0].header)

@@ -27,7 +27,7 @@ from dask_gpurt.frames.backend import (
     Ranged,
     Routed,
 )
-from dask_gpurt.frames.columns import Columns, PandasLayout, Selected, is_whole, order_of
+from dask_gpurt.frames.columns import Columns, PandasLayout, Selected
 from dask_gpurt.frames.pickled import Chunks, Pickled, own
 
 #: Rows that are hashed at a time, so that temporary arrays fit into the cache, and into memory that the
@@ -110,14 +110,12 @@ class PandasTable:
     def settle(self) -> None:
         pass
 
-    def assemble(
-        self, parts: Sequence[Part], meta: pd.DataFrame, *, ignore_index: bool, order_by: Any = None
-    ) -> pd.DataFrame:
+    def assemble(self, parts: Sequence[Part], meta: pd.DataFrame, *, ignore_index: bool) -> pd.DataFrame:
         if not parts:
             return meta.copy()
         read = pickle.loads(parts[0].header)
         if isinstance(read, PandasLayout) and len({part.header for part in parts}) == 1:
-            return read.read(parts, order_by)
+            return read.read(parts)
         frames, leases = [], []
         for part in parts:
             lease = part.buffer.view(_Lease)
@@ -157,9 +155,9 @@ def _in_ranges(ranged: Ranged, dtype: np.dtype[Any]) -> np.ndarray | None:
     Sorting the column and searching for the divisions is faster than searching for each row.
     """
     keys, divisions = ranged.frame[ranged.by], ranged.divisions
-    if keys.ndim != 1 or not (is_whole(keys.dtype) and is_whole(divisions.dtype)):
+    if keys.ndim != 1 or not (_is_whole(keys.dtype) and _is_whole(divisions.dtype)):
         return None
-    if not is_whole(np.result_type(keys.dtype, divisions.dtype)):
+    if not _is_whole(np.result_type(keys.dtype, divisions.dtype)):
         return None  # such as int64 and uint64, which are compared as floats
     numbers = keys.to_numpy()
     order = order_of(numbers)
@@ -171,6 +169,37 @@ def _in_ranges(ranged: Ranged, dtype: np.dtype[Any]) -> np.ndarray | None:
     targets = np.empty(len(order), dtype)
     targets[order] = np.repeat(np.arange(len(starts), dtype=dtype), np.diff(starts, append=len(order)))
     return targets
+
+
+def order_of(numbers: np.ndarray) -> np.ndarray | None:
+    """Return the positions that sort integers in ascending order; the sort is stable.
+
+    Each number is combined with its position into one integer of 64 bits, and these are sorted, which takes a
+    third of the time of ``argsort``.
+
+    Returns positions as int64; None for other dtypes, or if the range of numbers is too wide to fit next to a
+    position.
+    """
+    if not _is_whole(numbers.dtype):
+        return None
+    if not len(numbers):
+        return np.empty(0, np.int64)
+    lowest = numbers.min()
+    bits = (len(numbers) - 1).bit_length()
+    if (int(numbers.max()) - int(lowest)).bit_length() + bits > 63:
+        return None
+    order = numbers.astype(np.int64)  # for uint64 modulo 2**64, as are the differences
+    order -= lowest.astype(np.int64)
+    order <<= bits
+    order |= np.arange(len(order))
+    order.sort()
+    order &= (1 << bits) - 1
+    return order
+
+
+def _is_whole(dtype: Any) -> bool:
+    """Return whether a dtype is an integer dtype of numpy."""
+    return isinstance(dtype, np.dtype) and dtype.kind in "iu"
 
 
 def _hashable(hashed: Hashed) -> list[np.ndarray] | None:

@@ -177,7 +177,6 @@ class ShuffleSpec(RunSpec):
     scheduler may not have.
     ``columns``: the column labels of every input partition, including ``column``.
     ``drop_column``, ``ignore_index``: whether to drop ``column`` and the index from the outputs.
-    ``order_by``: the column that the outputs will be sorted by; None if unknown.
     ``in_order``: whether rows keep their order within each input, as where frames are aligned by their index:
     rows with the same label then meet one by one.
     ``computation``: the name of the only computation that this shuffle is part of; None if several may share
@@ -196,7 +195,6 @@ class ShuffleSpec(RunSpec):
     parts_out: tuple[int, ...]
     drop_column: bool
     ignore_index: bool
-    order_by: Any = None
     in_order: bool = False
     computation: str | None = None
     device: str = "host"
@@ -210,7 +208,6 @@ class ShuffleSpec(RunSpec):
         spec: DataFrameShuffleSpec,
         *,
         ignore_index: bool = False,
-        order_by: Any = None,
         in_order: bool = False,
         computation: str | None = None,
         any_columns: bool = False,
@@ -229,7 +226,6 @@ class ShuffleSpec(RunSpec):
             parts_out=tuple(wanted),
             drop_column=spec.drop_column,
             ignore_index=ignore_index,
-            order_by=order_by,
             in_order=in_order,
             computation=computation,
             device=device_kind(spec.meta) or "host",
@@ -369,7 +365,7 @@ class FrameAssembler:
         if not parts and empty is not None:
             return pickle.loads(empty), table
         with errors_of_data():
-            frame = table.assemble(parts, self.meta, ignore_index=spec.ignore_index, order_by=spec.order_by)
+            frame = table.assemble(parts, self.meta, ignore_index=spec.ignore_index)
             if spec.any_columns and column_names(frame) != column_names(self.meta):
                 frame = frame[[name for name in column_names(self.meta) if name in column_names(frame)]]
         return frame, table

@@ -17,8 +17,8 @@ from pandas.testing import assert_frame_equal
 from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.frames import Hashed, Part, Ranged, Routed
-from dask_gpurt.frames.columns import Columns, PandasLayout, order_of
-from dask_gpurt.frames.pandas import PandasTable
+from dask_gpurt.frames.columns import Columns, PandasLayout
+from dask_gpurt.frames.pandas import PandasTable, order_of
 
 OUTPUTS = 7
 NAMES = np.array(["", "a", "Grüße", None, "東京" * 9], dtype=object)
@@ -78,9 +78,7 @@ def ranged(frame: pd.DataFrame, by: str, divisions: pd.Series) -> Ranged:
     return Ranged(frame, by, divisions, assign)
 
 
-def outputs(
-    table: PandasTable, frames: list[Any], groups: list[list[int]], order_by: Any = None, **how: Any
-) -> list[pd.DataFrame]:
+def outputs(table: PandasTable, frames: list[Any], groups: list[list[int]], **how: Any) -> list[pd.DataFrame]:
     parts: dict[int, list[Part]] = {output: [] for group in groups for output in group}
     for frame in frames:
         for piece in table.split(frame, "_partitions", groups, OUTPUTS, drop_column=True, **how):
@@ -89,7 +87,6 @@ def outputs(
                 for at, output in enumerate(piece.partitions):
                     parts[output].append(Part(packed.header, packed.block.buffer, piece.offsets, at, {}))
     meta = frames[0].frame[:0]
-    how = {"ignore_index": how["ignore_index"], "order_by": order_by}
     return [table.assemble(parts[output], meta, **how) for output in sorted(parts)]
 
 
@@ -157,25 +154,9 @@ def test_rows_go_into_the_ranges_that_dask_says(divisions: Any, ignore_index: bo
     frames = [ranged(frame_of(pd.RangeIndex(5000), seed), by, pd.Series(divisions)) for seed in range(3)]
     table = PandasTable(HostDevice(1 << 30))
     groups = [[2, 3, 5], [0, 1], [4, 6]]
-    found = outputs(table, frames, groups, by, ignore_index=ignore_index)
-    unordered = outputs(table, frames, groups, ignore_index=ignore_index)
-    for frame, other, wanted in zip(found, unordered, expected(frames), strict=True):
-        wanted = wanted.reset_index(drop=True) if ignore_index else wanted
-        assert_frame_equal(other, wanted)
-        # Keys are duplicated: their relative order depends on the sort.
-        assert_frame_equal(frame, wanted)
-
-
-@pytest.mark.parametrize("dtype", ["int64", "uint64", "int16"])
-def test_rows_with_only_one_order_come_in_that_order(dtype: str) -> None:
-    keys = np.random.default_rng(0).permutation(6000).astype(dtype)
-    whole = pd.DataFrame({"key": keys, "ratio": keys / 7, "name": [f"number {key}" for key in keys]})
-    divisions = pd.Series([0, 10, 1000, 1000, 4000, 5000, 5500, 5999], dtype=dtype)
-    frames = [ranged(whole[start : start + 2000], "key", divisions) for start in (0, 2000, 4000)]
-    table = PandasTable(HostDevice(1 << 30))
-    found = outputs(table, frames, [[2, 3, 5], [0, 1], [4, 6]], "key", ignore_index=True)
+    found = outputs(table, frames, groups, ignore_index=ignore_index)
     for frame, wanted in zip(found, expected(frames), strict=True):
-        assert_frame_equal(frame, wanted.sort_values("key", ignore_index=True))
+        assert_frame_equal(frame, wanted.reset_index(drop=True) if ignore_index else wanted)
 
 
 TEXTS = st.lists(st.tuples(st.integers(0, OUTPUTS - 1), st.none() | st.text(max_size=9)), max_size=20)
@@ -253,10 +234,6 @@ def test_numbers_are_ordered_as_by_a_stable_sort(drawn: tuple[str, int, list[int
         assert int(numbers.max()) - int(numbers.min()) >= 2**56
     else:
         assert order.tolist() == np.argsort(numbers, kind="stable").tolist()
-        only = order_of(numbers, distinct=True)
-        assert (None if only is None else only.tolist()) == (
-            order.tolist() if len(set(numbers.tolist())) == len(numbers) else None
-        )
 
 
 def test_keys_that_are_no_integers_have_no_order() -> None:

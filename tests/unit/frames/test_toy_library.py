@@ -81,9 +81,7 @@ class ListsTable:
     def settle(self) -> None:
         pass
 
-    def assemble(
-        self, parts: Sequence[Part], meta: Lists, *, ignore_index: bool, order_by: Any = None
-    ) -> Lists:
+    def assemble(self, parts: Sequence[Part], meta: Lists, *, ignore_index: bool) -> Lists:
         found: dict[str, list[int]] = {name: [] for name in meta.columns}
         for part in parts:
             start, stop = part.offsets[part.index : part.index + 2]
