@@ -15,7 +15,7 @@ from dask_gpurt.cli import cluster, main
 
 
 def test_a_command_that_is_interrupted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> Any:
+    def interrupt(client: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dask_gpurt.cli.doctor.examine", interrupt)
