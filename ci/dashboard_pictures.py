@@ -24,7 +24,6 @@ from distributed import Client, LocalCluster
 from PIL import Image
 
 import dask_gpurt
-from benchmarks.common.faults import differing_links
 from dask_gpurt.monitor.dashboard.collector import NAME
 from dask_gpurt.tools.demo.flights import load_tables
 from tests.helpers import browser
@@ -38,7 +37,6 @@ UPDATES_S = 2.5
 #: Maximum bytes of a picture.
 MAX_BYTES = 150 * 1024
 SETTINGS = {
-    "gpurt.placement.enabled": True,
     "gpurt.memory.device": "96 MiB",
     "distributed.diagnostics.computations.nframes": 1,
     "distributed.worker.memory.pause": False,
@@ -117,7 +115,7 @@ def shrink(taken: Path, target: Path) -> None:
 async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpurt-pictures-") as folder:
         settings = {**SETTINGS, "temporary-directory": folder}
-        with differing_links(), dask.config.set(settings):
+        with dask.config.set(settings):
             async with (
                 LocalCluster(
                     n_workers=4,

@@ -117,12 +117,6 @@ PANELS = (
         },
     ),
     Panel(
-        "Placement",
-        "Tasks a second for which the runtime chose the worker.",
-        "ops",
-        {"decisions": _scheduler_rate("placement_decisions_total")},
-    ),
-    Panel(
         "Reads beside compute",
         "Task threads that read files, and those of them beside which another task computes, on average.",
         "short",

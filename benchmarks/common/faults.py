@@ -9,8 +9,10 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from dask_gpurt.placement import gate
+from dask_gpurt.placement import links
 
+#: Bytes per second of a slow link.
+SLOW = 1e8
 #: Methods of devices that allocate memory and may raise MemoryError; not every device has all of them.
 ALLOCATING = ("land", "from_host", "gather", "gather_all", "empty")
 
@@ -74,6 +76,6 @@ def allocations(exchange: Any) -> Iterator[tuple[Any, str]]:
 
 @contextmanager
 def differing_links() -> Iterator[None]:
-    """Have placement choose on the schedulers of this process, as if links between their workers differed."""
-    with mock.patch.object(gate, "links_differ", return_value=True):
+    """Have the schedulers of this process reckon with links, as if those between hosts were slow."""
+    with mock.patch.object(links.SlowLinks, "_speed", return_value=SLOW):
         yield

@@ -2,7 +2,8 @@
 
     python -m benchmarks.placement.decisions --workers 64,256,1024,2048 --tasks 40000 --json placement.json
 
-Each worker count runs the same graphs with Dask's choices and with ours: ``pairs`` has root tasks, and tasks
+Each worker count runs the same graphs with Dask's choices, and with slow links between hosts with which Dask
+reckons: ``pairs`` has root tasks, and tasks
 with two of their results as inputs; ``tree`` sums results eight at a time; ``random_dag`` has ten layers of
 tasks with one to four inputs anywhere in the two layers before. It prints the scheduler's CPU time per task
 in microseconds, from the arrival of the graph to the end of the task; the part after the graph has been
@@ -34,10 +35,8 @@ from benchmarks.common.commandline import write
 from benchmarks.simulate.clock import Clock
 from benchmarks.simulate.scheduler import VirtualScheduler
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.memory.ledger import ClusterMemory, Ledger
-from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
-from dask_gpurt.placement import FreeMemory, LedgerHeadroom, Placement
+from dask_gpurt.placement.links import SlowLinks
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST = 8
@@ -99,24 +98,6 @@ def _no_listener(*messages: Any) -> None:
     """Drop reports to the client."""
 
 
-def headroom_of(state: Scheduler) -> LedgerHeadroom:
-    """Return headroom for everything, as if reported by the ledgers of all workers."""
-    cluster_memory, capacity = (
-        ClusterMemory(),
-        {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0},
-    )
-    for address in state.workers:
-        cluster_memory.apply(address, Ledger(capacity).snapshot())
-    return LedgerHeadroom(cluster_memory, state.workers)
-
-
-class Roomy:
-    """Report free memory for everything, with all data in its live tier."""
-
-    def free_memory(self, worker: str) -> FreeMemory:
-        return FreeMemory(60 << 30, 100 << 30)
-
-
 def graph_of(inputs: Mapping[Key, Sequence[Key]]) -> tuple[dict[Key, Task], set[Key]]:
     """Build tasks from their inputs; also return the keys without dependents, which a client wants."""
     graph = {key: Task(key, tuple, *map(TaskRef, names)) for key, names in inputs.items()}
@@ -160,7 +141,7 @@ def topology_of(state: Scheduler) -> Topology:
     topology = Topology()
     for address in state.workers:
         host, _, device = address.rpartition(":")
-        topology.add(address, Place(host, f"{host}/{device}", rdma=True))
+        topology.add(address, Place(host, f"{host}/{device}"))
     return topology
 
 
@@ -172,7 +153,6 @@ class Timed:
         for name in (
             "decide_worker_non_rootish",
             "decide_worker_rootish_queuing_enabled",
-            "check_idle_saturated",
         ):
             setattr(state, name, self._timed(getattr(state, name)))
 
@@ -207,7 +187,9 @@ def measure(graph: Callable[[int], Any], workers: int, tasks: int, ours: bool, p
     """Return the microseconds per task of one of :data:`PARTS`."""
     state = BareState(workers)
     if ours:
-        Placement(state, topology_of(state), headroom_of(state), Metrics()).bind()
+        links = SlowLinks(state, topology_of(state), Metrics())
+        links.on_places_changed()
+        assert links.is_on
     watch = {"": None, "state_": Stopwatch, "choice_": Timed}[part]
     watched = watch(state) if watch else None
     submitted = graph_of(graph(tasks))

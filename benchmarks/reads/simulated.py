@@ -4,8 +4,8 @@
 
 Each query reads two tables, maps each partition and reduces the results; reads and maps are one task each, as
 in Dask's plans, or, with ``--apart``, two. A worker keeps what it has read. The modes: ``off`` keeps nothing,
-``kept`` lets Dask choose, ``reads`` sends reads where their files were read last, which is the default, and
-``gpurt`` has placement by links and memory, too. Each run is simulated twice, the second time with the CPU
+``kept`` lets Dask choose, ``reads`` sends reads where their files were read, and with ``gpurt``, the default,
+Dask also reckons with slow links between hosts. Each run is simulated twice, the second time with the CPU
 time that the scheduler took in the first.
 """
 
@@ -30,7 +30,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from benchmarks.common.commandline import split_list, write
 from benchmarks.placement.makespans import _seeds
 from benchmarks.simulate import Simulation, Work, Workload, build_cluster
-from benchmarks.simulate.placements import bind_placement, charged
+from benchmarks.simulate.placements import charged, reckon_with_links
 from benchmarks.simulate.worker import TieredWorker
 from benchmarks.simulate.workloads import MIN_TASK_S, READ_BANDWIDTH, Graph, Scale, _reduce, varied
 from dask_gpurt.cli.environment import environment
@@ -136,8 +136,9 @@ def _raise(name: str, reason: str) -> None:
 
 
 def bind_both(simulation: Simulation) -> None:
-    """Have reads go where they were done last, and place all else by links and memory while links differ."""
-    bind_placement(simulation, kept_at=bind_reads(simulation).place)
+    """Have reads go where they were done last, and Dask reckon with slow links between hosts."""
+    bind_reads(simulation)
+    reckon_with_links(simulation)
 
 
 BINDS: dict[str, Callable[[Simulation], object] | None] = {

@@ -4,9 +4,8 @@
         --operation shuffle,merge,set_index --repeat 3 --json results.json
 
 The data are random int64 keys with an int64 payload, on the workers before the clock starts. The timed part
-is building the graph, ``persist`` and ``wait``. The methods take turns. ``p2p`` is Dask's own as shipped, and
-``placed`` is the runtime's with placement of tasks too. The first run of each method is reported separately
-from the warm runs.
+is building the graph, ``persist`` and ``wait``. The methods take turns. ``p2p`` is Dask's own as shipped. The
+first run of each method is reported separately from the warm runs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
-from benchmarks.common.faults import differing_links
 from benchmarks.common.links import link_limit
 from benchmarks.common.moved import moved
 from benchmarks.common.peaks import PeakMemory, take_peaks
@@ -49,8 +47,8 @@ from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluste
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.tools.demo.command import METHODS, exchange_bytes, speedups
 
-#: The runtime's methods, without and with placement.
-OURS = ("gpurt", "placed")
+#: The runtime's method.
+OURS = "gpurt"
 
 
 @dataclass
@@ -157,10 +155,8 @@ def timed_run(
     client: Client, name: str, method: str, turn: int, inputs: Inputs
 ) -> tuple[Run, list[Fingerprint]]:
     """Time an operation with one method, then check and release the result."""
-    operation, ours = OPERATIONS[name], method in OURS
+    operation, ours = OPERATIONS[name], method == OURS
     before, there = exchange_bytes(client) if ours else {}, moved(client) if ours else 0
-    if ours:
-        client.run_on_scheduler(place, on=method == "placed")
     client.run(gc.collect)
     take_peaks(client)
     start = time.perf_counter()
@@ -181,18 +177,11 @@ def timed_run(
     return Run(name, method, turn, seconds, rows, peaks, by_path, changed), parts
 
 
-def place(dask_scheduler: Any, on: bool) -> None:
-    """Switch placement on or off."""
-    dask_scheduler.extensions["gpurt"].place(on)
-
-
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--size", default="1GiB", show_default=True, callback=in_bytes)
 @click.option("--partitions", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), help="[default: 2, or one per GPU]")
-@click.option(
-    "--methods", default=",".join(METHODS), show_default=True, callback=split_list([*METHODS, "placed"])
-)
+@click.option("--methods", default=",".join(METHODS), show_default=True, callback=split_list(list(METHODS)))
 @click.option("--operation", default=",".join(OPERATIONS), callback=split_list(list(OPERATIONS)))
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Warm runs.")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
@@ -229,11 +218,10 @@ def main(
         "rmm_pool_size": pool if backend == "cudf" else None,
     }
     with (
-        differing_links(),  # for "placed"
         local_cluster(backend, workers, protocol, pool) as cluster,
         Client(cluster) as client,
     ):
-        if set(methods) & set(OURS):
+        if OURS in methods:
             dask_gpurt.enable(client)
         client.register_plugin(PeakMemory())
         runs, sizes = measure(client, parameters)

@@ -6,115 +6,49 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from distributed import Scheduler
-from distributed.diagnostics.plugin import SchedulerPlugin
-
 from benchmarks.simulate.cluster import Cluster
 from benchmarks.simulate.network import Transfer
+from benchmarks.simulate.scheduler import VirtualScheduler
 from benchmarks.simulate.simulation import Simulation
 from benchmarks.simulate.work import Workload
 from benchmarks.simulate.worker import Overheads, TieredWorker, VirtualWorker
-from dask_gpurt.placement import FreeMemory, GatedPlacement, Placement
-from dask_gpurt.topology import Topology
+from dask_gpurt.placement.links import SlowLinks
 
-#: Virtual seconds between two reports of a worker's memory to the scheduler.
-REPORT_INTERVAL_S = 0.2
 #: Smaller transfers are not reported, as in a real cluster.
 MIN_REPORTED_BYTES = 1_000_000
 
 
-class VirtualHeadroom:
-    """Keep the free memory of workers as of their last reports, like ledgers in a real cluster."""
-
-    def __init__(self, simulation: Simulation):
-        self._simulation = simulation
-        self._reported: dict[str, FreeMemory] = {}
-
-    def free_memory(self, worker: str) -> FreeMemory:
-        """Return the free memory of a worker."""
-        if worker not in self._reported:
-            self._reported[worker] = self._now(worker)
-        return self._reported[worker]
-
-    def report(self) -> list[str]:
-        """Update the reports of all workers; return the workers whose free memory has changed."""
-        changed = []
-        for worker in self._simulation.workers:
-            now = self._now(worker)
-            if self._reported.get(worker) != now:
-                self._reported[worker] = now
-                changed.append(worker)
-        return changed
-
-    def _now(self, worker: str) -> FreeMemory:
-        known = self._simulation.workers[worker]
-        below = sum(max(0.0, free) for free in known.tiers.free_below().values())
-        return FreeMemory(known.tiers.free, below, known.tiers.capacity.live)
-
-
-class _Events(SchedulerPlugin):
-    """Forward events to placement, like the runtime's scheduler plugin in a real cluster."""
-
-    def __init__(self, simulation: Simulation, placement: GatedPlacement, topology: Topology):
-        self._simulation = simulation
-        self._placement = placement
-        self._topology = topology
-
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        self._topology.add(worker, self._simulation.machine(worker).place)
-        self._placement.on_place_changed(worker)
-
-    def update_graph(self, scheduler: Scheduler, **kwargs: Any) -> None:
-        self._placement.on_graph()
-
-
-class _TimedPlacement(Placement):
-    """Bind and unbind placement beneath the instrumentation that times decisions."""
-
-    def __init__(self, simulation: Simulation, topology: Topology, headroom: VirtualHeadroom, **options: Any):
-        super().__init__(simulation.scheduler, topology, headroom, simulation.metrics, **options)
-        self._scheduler = simulation.scheduler
-
-    def bind(self) -> None:
-        """Start choosing workers."""
-        with self._scheduler.untimed():
-            super().bind()
-
-    def unbind(self) -> None:
-        """Return choices to Dask."""
-        with self._scheduler.untimed():
-            super().unbind()
-
-
-def bind_placement(simulation: Simulation, **options: Any) -> None:
-    """Use the runtime's placement in a simulation. It learns the speeds of links from transfers.
-
-    ``options``: other arguments of :class:`Placement`.
-    """
+def reckon_with_links(simulation: Simulation) -> SlowLinks:
+    """Have Dask reckon with slow links between hosts. Their speeds are learnt from transfers."""
     topology = simulation.cluster.belief()
     for worker in simulation.workers:
         topology.add(worker, simulation.machine(worker).place)
-    headroom = VirtualHeadroom(simulation)
-    scheduler, bound = simulation.scheduler, _TimedPlacement(simulation, topology, headroom, **options)
-    clock = simulation.clock
-    placement = GatedPlacement(bound, scheduler, topology, simulation.metrics, lambda: clock.now)
-
-    # Reading the tiers of all workers is the simulator's own work; a real scheduler gets messages.
-    noted = scheduler.busy.around(placement.on_memory_reported)
-
-    def report() -> None:
-        for worker in headroom.report():
-            noted(worker)
+    scheduler = simulation.scheduler
+    links = _TimedLinks(scheduler, topology, simulation.metrics)
 
     def transferred(transfer: Transfer) -> None:
         if transfer.nbytes > MIN_REPORTED_BYTES:
             seconds = simulation.clock.now - transfer.sent
             topology.observe(transfer.source, transfer.target, transfer.nbytes, seconds, by_comms=True)
 
-    scheduler.add_plugin(_Events(simulation, placement, topology), name="gpurt-placement")
-    simulation.clock.every(lambda: REPORT_INTERVAL_S, report)
     simulation.transferred = transferred
-    placement.bind()
+    scheduler.beating = scheduler.busy.around(links.on_heartbeat)
+    links.on_places_changed()
+    return links
+
+
+class _TimedLinks(SlowLinks):
+    """Replace Dask's choices beneath the instrumentation that times them."""
+
+    _state: VirtualScheduler
+
+    def _bind(self) -> None:
+        with self._state.untimed():
+            super()._bind()
+
+    def unbind(self) -> None:
+        with self._state.untimed():
+            super().unbind()
 
 
 class Mode(NamedTuple):
@@ -123,16 +57,16 @@ class Mode(NamedTuple):
     ``bind``: see :class:`Simulation`; None if Dask decides.
     """
 
-    bind: Callable[[Simulation], None] | None
+    bind: Callable[[Simulation], object] | None
     worker: type[VirtualWorker]
 
 
 #: Placements by name. ``stock`` is Dask as shipped, ``tiers`` the runtime with Dask's choices, ``gpurt`` the
-#: runtime with placement, which chooses while links differ.
+#: runtime with placement, by which Dask reckons with slow links.
 PLACEMENTS: Mapping[str, Mode] = {
     "stock": Mode(None, VirtualWorker),
     "tiers": Mode(None, TieredWorker),
-    "gpurt": Mode(bind_placement, TieredWorker),
+    "gpurt": Mode(reckon_with_links, TieredWorker),
 }
 
 

@@ -67,6 +67,10 @@ def _stand_in(**attributes: Any) -> Any:
     return SimpleNamespace(**attributes)
 
 
+def _nothing() -> None:
+    """Do nothing after a heartbeat."""
+
+
 def _metrics(memory: int, spilled: int) -> dict[str, Any]:
     """Return the metrics of a worker's heartbeat that the scheduler uses."""
     return {"memory": memory, "spilled_bytes": {"memory": spilled, "disk": spilled}}
@@ -105,6 +109,8 @@ class VirtualScheduler(Scheduler):
         self.decided_s = 0.0
         self._decided_at = 0.0
         self.messages = 0
+        #: Called after each heartbeat.
+        self.beating: Callable[[], object] = _nothing
         self.busy = Stopwatch()
         self.deciding = Stopwatch()
         self._stand_ins(report)
@@ -260,6 +266,7 @@ class VirtualScheduler(Scheduler):
             if ts := self.tasks.get(key):
                 ts.prefix.add_exec_time(seconds)
         ws.metrics = _metrics(ws.nbytes - spilled, spilled)
+        self.beating()
 
     @property
     def heartbeat_interval(self) -> float:

@@ -64,21 +64,15 @@ def timed(client: Client, name: str, scale: float, side: str, turn: int, scratch
         start = time.perf_counter()
         result = WORKLOADS[name].run(setting, data)
         seconds = time.perf_counter() - start
-        cores, sent, decisions = (now - then for now, then in zip(counts(client), before, strict=True))
-    return Run(side, turn, seconds, cores, int(sent), int(decisions)), result
+        cores, sent = (now - then for now, then in zip(counts(client), before, strict=True))
+    return Run(side, turn, seconds, cores, int(sent)), result
 
 
-def counts(client: Client) -> tuple[float, int, int]:
-    """Return the CPU seconds, bytes between the hosts, and placement decisions so far."""
+def counts(client: Client) -> tuple[float, int]:
+    """Return the CPU seconds, and the bytes between the hosts so far."""
     workers: Mapping[str, float] = client.run(time.process_time)
     scheduler: float = client.run_on_scheduler(time.process_time)
-    decisions: int = client.run_on_scheduler(_decisions)
-    return scheduler + sum(workers.values()), bytes_between(client), decisions
-
-
-def _decisions(dask_scheduler: Any) -> int:
-    known = dask_scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
-    return int(known.get("placement.decisions", 0))
+    return scheduler + sum(workers.values()), bytes_between(client)
 
 
 def measure(sides: Mapping[str, Client], name: str, pairs: int, scale: float, scratch: Path) -> list[Run]:

@@ -37,8 +37,6 @@ class Run(NamedTuple):
         CPU seconds of all processes of the cluster.
     between
         Bytes that all hosts sent to others.
-    decisions
-        Decisions of placement; 0 while it leaves them to Dask.
     """
 
     side: str
@@ -46,7 +44,6 @@ class Run(NamedTuple):
     seconds: float
     cpu: float
     between: int
-    decisions: int
 
 
 class Interval(NamedTuple):
@@ -109,7 +106,6 @@ def cell(
         "seconds": {side: median(run.seconds for run in of) for side, of in warm.items()},
         "cpu": {side: median(run.cpu for run in of) for side, of in warm.items()},
         "between": {side: median(run.between for run in of) for side, of in warm.items()},
-        "decisions": median(run.decisions for run in warm["on"]),
         "simulated_seconds": [dict(each) for each in simulated],
         "runs": [run._asdict() for run in runs],
     }
@@ -149,7 +145,6 @@ def table(cells: Sequence[Mapping[str, Any]]) -> Table:
         "MB",
         "placed",
         "MB",
-        "decisions",
         "Dask / placed",
         "simulated",
         "sign",
@@ -167,7 +162,6 @@ def table(cells: Sequence[Mapping[str, Any]]) -> Table:
             each["link"],
             each["workload"],
             *sides,
-            f"{each['decisions']:.0f}",
             f"{measured.ratio:.2f} ({measured.low:.2f} to {measured.high:.2f})",
             f"{each['simulated']:.2f}",
             "same" if each["sign"] else "other",

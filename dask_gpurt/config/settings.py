@@ -99,7 +99,7 @@ class OverlapSettings:
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """Configure the choice of a worker for each task."""
+    """Configure the choice of a worker for each task, where links differ."""
 
     enabled: bool = _setting(values.boolean)
 

@@ -13,10 +13,6 @@ from dask_gpurt.dask_hooks.seams import RETIREMENT
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerState, SchedulerTask, WorkerState
 
 
-class Unsuitable(Exception):
-    """Raised by a replacement whose choice Dask could not act on; Dask chooses instead."""
-
-
 class Overrides:
     """Replace choices of the scheduler.
 
@@ -106,13 +102,3 @@ class _AsIfRunning:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)
-
-
-def network_occupancy(ws: WorkerState) -> int:
-    """Return the bytes of inputs that a worker's tasks still have to fetch."""
-    return ws._network_occ
-
-
-def prefix_duration(state: SchedulerState, prefix: Any) -> float:
-    """Return Dask's estimate of the duration of a prefix's tasks, in seconds."""
-    return float(state._get_prefix_duration(prefix))

@@ -364,16 +364,11 @@ RESULTS = SeamGroup(
     ),
     without="barriers and outputs of shuffles fetch the results that they need",
 )
-#: The choice of the worker that runs a task. Methods that differ are left to Dask individually.
-PLACEMENT = SeamGroup(
-    "placement",
-    (
-        Seam(_STATE + "decide_worker_non_rootish", "self ts"),
-        Seam(_STATE + "decide_worker_rootish_queuing_enabled", "self"),
-        Seam(_STATE + "is_rootish", "self ts"),
-        Seam(_STATE + "check_idle_saturated", "self ws occ"),
-    ),
-    without="Dask chooses workers by the methods that differ",
+#: The choice of the worker that runs a root task, from the queue.
+ROOT_TASKS = SeamGroup(
+    "root tasks",
+    (Seam(_STATE + "decide_worker_rootish_queuing_enabled", "self"),),
+    without="neighbouring root tasks run on any hosts, however slow the links between these are",
 )
 #: The choices of the scheduler that send reads to where their files are cached.
 READ_PLACES = SeamGroup(
@@ -384,26 +379,6 @@ READ_PLACES = SeamGroup(
         Seam(_STATE + "get_comm_cost", "self ts ws"),
     ),
     without="reads go to any worker, whatever it has kept of their files",
-)
-#: The state of the scheduler that placement reads.
-PLACEMENT_STATE = SeamGroup(
-    "load of workers",
-    (
-        Seam(_STATE + "_get_prefix_duration", "self prefix"),
-        Seam("distributed.scheduler:WorkerState._network_occ"),
-    ),
-    without="Dask chooses workers",
-)
-#: The choice of the worker that steals a task.
-STEALING = SeamGroup(
-    "work stealing",
-    (
-        Seam(
-            "distributed.stealing:WorkStealing._get_thief",
-            "self scheduler ts potential_thieves occupancies",
-        ),
-    ),
-    without="Dask chooses which worker takes tasks from others",
 )
 #: The retirement of a worker: waiting for its data to be replicated, and its removal.
 RETIREMENT = SeamGroup(
@@ -460,7 +435,7 @@ DASHBOARD = SeamGroup(
 #: The groups that every process of a cluster needs. All check all of them, to come to the same verdict.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER, EXPRESSIONS)
 #: The groups that are needed only if Dask's choices are replaced.
-CHOICES = (PLACEMENT, READ_PLACES, PLACEMENT_STATE, STEALING)
+CHOICES = (ROOT_TASKS, READ_PLACES)
 PARTS = (
     *REQUIRED,
     READS,

@@ -73,7 +73,6 @@ class Fallback(Enum):
     READS_SHARE_STREAM = "reads.share-stream", "reads wait for tasks that compute"
     READS_NOT_KEPT = "reads.not-kept", "what tasks read of files is not kept"
 
-    PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"
     PLACEMENT = "placement.{method}", "Dask's own {method} decides"
 
     DASHBOARD_PAGES = "dashboard.pages", "the dashboard does not list the page of the runtime"

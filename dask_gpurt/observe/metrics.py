@@ -274,10 +274,9 @@ METRICS: Mapping[str, Metric] = {
             Unit.SECONDS,
         ),
         # ---- placement
-        _counter("placement.decisions", "tasks for which placement chose the worker", on=Server.SCHEDULER),
         _counter(
             "placement.engaged",
-            "times that placement engaged, since links between workers differed",
+            "times that Dask began to reckon with slow links between hosts",
             on=Server.SCHEDULER,
         ),
         # ---- planning

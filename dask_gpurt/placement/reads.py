@@ -12,7 +12,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.parquet_files import Piece, pieces_read
 from dask_gpurt.dask_hooks.patch import FailureHandler
-from dask_gpurt.dask_hooks.scheduler import Overrides, prefix_duration
+from dask_gpurt.dask_hooks.scheduler import Overrides
 from dask_gpurt.dask_hooks.seams import READ_PLACES
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 
@@ -120,7 +120,7 @@ class ReadPlaces:
         """Return the seconds to fetch inputs, as Dask does, and those to read files that are elsewhere."""
         seconds: float = self._overrides.originals["get_comm_cost"](ts, ws)
         if (known := self._known(ts)) and known.get(ws.address, 0) < max(known.values()):
-            seconds += (ELSEWHERE - 1) * prefix_duration(self._state, ts.prefix)
+            seconds += (ELSEWHERE - 1) * max(0.0, ts.prefix.duration_average)
         return seconds
 
     def _known(self, ts: SchedulerTask) -> dict[str, int]:

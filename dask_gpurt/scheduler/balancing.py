@@ -16,7 +16,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, ShuffleRunSpec, barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.placement import Headroom
+from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.scheduler.recovery import Recovery
 from dask_gpurt.scheduler.runs import ActiveRuns, sharing_outputs
 from dask_gpurt.shuffle.balance import Moves, OwnerCapacity, RunSizes, balanced

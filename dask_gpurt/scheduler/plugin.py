@@ -18,14 +18,15 @@ from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
-from dask_gpurt.dask_hooks.seams import PLACEMENT_STATE
+from dask_gpurt.dask_hooks.patch import Method
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.counting import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
-from dask_gpurt.placement import GatedPlacement, LedgerHeadroom, Placement
+from dask_gpurt.placement.headroom import LedgerHeadroom
+from dask_gpurt.placement.links import SlowLinks
 from dask_gpurt.placement.reads import ReadPlaces
 from dask_gpurt.protocol import (
     CLIENTS_TOPIC,
@@ -127,8 +128,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._register(STARTING)
             self._undo.callback(self._unregister, STARTING)
             self.clients.begin()
-            self.place(self.settings.placement.enabled)
-            self._undo.callback(self.place, False)
+            if self.settings.placement.enabled:
+                self._reckon_with_links()
             if self.settings.cache != 0:
                 self._undo.callback(self.read_places.unbind)
             self._undo.callback(self.workers.silent.close)
@@ -162,7 +163,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self._memory_reported = asyncio.Event()
         self.places = SchedulerTopology(self.scheduler, self._placed)
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
-        self.placement: GatedPlacement | None = None
+        self.slow_links: SlowLinks | None = None
         self.read_places = ReadPlaces(
             self.scheduler,
             self.cluster_memory.has_cached,
@@ -260,8 +261,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if worker in self.scheduler.workers:
             self.cluster_memory.apply(worker, message)
             self._memory_reported.set()
-            if self.placement is not None:
-                self.placement.on_memory_reported(worker)
 
     def lost(self, worker: str, keys: list[Key]) -> None:
         """Remove a worker's replicas of keys that it can no longer read, and recompute the keys if needed."""
@@ -283,44 +282,38 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.reports.remove(worker)
         self.workers.remove(worker)
         self.places.topology.remove(worker)
-        if self.placement is not None:
-            self.placement.on_worker_removed(worker)
+        self._placed(worker)
 
     # ---- placement -----------------------------------------------------------------------
 
-    def place(self, on: bool) -> None:
-        """Switch placement on or off; while it is off, Dask chooses the workers of tasks."""
-        if on and self.placement is None and self._knows_loads():
-            topology = self.places.topology
-            kept_at = self.read_places.place
-            placement = Placement(self.scheduler, topology, self._headroom(), self.metrics, kept_at)
-            self.placement = GatedPlacement(placement, self.scheduler, topology, self.metrics)
-            self.placement.bind()
-        elif not on and self.placement is not None:
-            self.placement.unbind()
-            self.placement = None
+    def _reckon_with_links(self) -> None:
+        """Have Dask reckon with slow links between hosts, each time that it has updated its own estimate."""
+        links = self.slow_links = SlowLinks(self.scheduler, self.places.topology, self.metrics)
+        self._undo.callback(links.unbind)
+
+        def beating(heartbeat: Method) -> Method:
+            def beat(*args: Any, **kwargs: Any) -> Any:
+                answer = heartbeat(*args, **kwargs)
+                links.on_heartbeat()
+                return answer
+
+            return beat
+
+        patches = dask_hooks.PatchSet()
+        patches.put_item(self.scheduler.handlers, "heartbeat_worker", beating)
+        self._undo.callback(patches.restore)
 
     def _headroom(self) -> LedgerHeadroom:
         return LedgerHeadroom(self.cluster_memory, self.scheduler.workers)
 
     def _placed(self, worker: str) -> None:
-        if self.placement is not None:
-            self.placement.on_place_changed(worker)
-
-    def _knows_loads(self) -> bool:
-        try:
-            PLACEMENT_STATE.require()
-        except dask_hooks.UnsupportedError as error:
-            self.metrics.fallback(Fallback.PLACEMENT_UNSUPPORTED, str(error))
-            return False
-        return True
+        if self.slow_links is not None:
+            self.slow_links.on_places_changed()
 
     def update_graph(self, scheduler: SchedulerServer, *, client: str, tasks: list[Key], **_: Any) -> None:
         self.clients.computes(client, tasks)
         if self.settings.cache != 0:
             self.read_places.on_graph(tasks)
-        if self.placement is not None:
-            self.placement.on_graph()
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
         self.read_places.transition(key, finish, kwargs.get("worker"))

@@ -38,7 +38,7 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension, Worke
 from dask_gpurt.frames import library
 from dask_gpurt.frames.registry import LIBRARIES
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
-from dask_gpurt.placement import Headroom
+from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.protocol import ACCEPTED_OP
 from dask_gpurt.scheduler.balancing import Balancing
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC, Recovery

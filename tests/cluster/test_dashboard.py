@@ -24,7 +24,6 @@ from distributed.dashboard.components.scheduler import Shuffling, TaskProgress
 from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
-from benchmarks.common.faults import differing_links
 from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.seams import DASHBOARD
 from dask_gpurt.monitor.dashboard.collector import NAME, Collector
@@ -61,7 +60,7 @@ def test_this_dashboard_is_known() -> None:
 
 
 def test_a_shuffle_is_shown_as_it_was() -> None:
-    @on_cluster(workers=2, **{"gpurt.placement.enabled": True})
+    @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         shuffled = client.persist(collection().shuffle("key"))
         await wait(shuffled)
@@ -87,8 +86,7 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         assert {name for name, _ in shown["workers"]["rows"]} == {str(a.name), str(b.name)}
         assert sum(flow["bytes"] for _, _, flow in shown["traffic"]["flows"]) > 0
 
-    with differing_links():
-        run()
+    run()
 
 
 JOIN: dict[str, Any] = {"on": "key", "broadcast": False}

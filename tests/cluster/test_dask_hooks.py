@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 from dask.dataframe.dask_expr import _merge
 from distributed import Scheduler, Worker
-from distributed.scheduler import SchedulerState
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
@@ -22,7 +21,6 @@ from dask_gpurt import preload
 from dask_gpurt.cli import main
 from dask_gpurt.cli.doctor import examine
 from dask_gpurt.dask_hooks import UnsupportedError
-from dask_gpurt.observe import Fallback
 from tests.helpers.in_process import gen_client_cluster, on_plain_cluster, whole_state
 
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
@@ -121,24 +119,6 @@ async def test_without_a_part_that_is_not_needed_it_goes_on(
         fallbacks = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
         assert "patience" in fallbacks["shuffle.run-lookup"]["reason"]
         assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
-
-
-@on_plain_cluster(**{"gpurt.placement.enabled": True})
-async def test_with_another_estimate_of_durations_dask_chooses_workers(
-    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    estimate = SchedulerState._get_prefix_duration
-
-    def another(self: Any, prefix: Any, worker: Any = None) -> float:
-        return float(estimate(self, prefix))
-
-    monkeypatch.setattr(SchedulerState, "_get_prefix_duration", another)
-    await dask_gpurt.enable(client)
-    assert await runs_of_a_shuffle(client) == 2
-    runtime = scheduler.extensions["gpurt"]
-    assert runtime.placement is None
-    fallback = runtime.metrics.snapshot()["fallbacks"][Fallback.PLACEMENT_UNSUPPORTED.id]
-    assert "SchedulerState._get_prefix_duration takes (self, prefix, worker)" in fallback["reason"]
 
 
 @on_plain_cluster()

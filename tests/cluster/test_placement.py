@@ -1,70 +1,85 @@
-"""Run placement on a cluster: enabled and disabled, and with workers that join and leave."""
+"""Have Dask reckon with slow links on a cluster, and leave it alone where there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from distributed import Client, Event, as_completed
+import dask.dataframe as dd
+import pandas as pd
+from distributed.core import Status
 
 import dask_gpurt
-from benchmarks.common.faults import differing_links
-from tests.helpers.clusters import cluster, counters
-from tests.helpers.waiting import until
+from benchmarks.common.faults import SLOW, differing_links
+from tests.helpers.in_process import on_plain_cluster, until
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with differing_links(), cluster(workers=2, placement__enabled=True) as client:
-        yield client
+def replaced(scheduler: Any) -> set[str]:
+    """Return the choices of a scheduler that are not Dask's own."""
+    names = (
+        "decide_worker_non_rootish",
+        "decide_worker_rootish_queuing_enabled",
+        "decide_worker",
+        "is_rootish",
+    )
+    others = ("check_idle_saturated", "get_comm_cost", "valid_workers", "worker_objective")
+    return {name for name in (*names, *others) if name in vars(scheduler)} | (
+        vars(scheduler.extensions["stealing"]).keys() & {"_get_thief", "balance", "steal_time_ratio"}
+    )
 
 
-def add(*numbers: int) -> int:
-    return sum(numbers)
+async def computes(client: Any) -> None:
+    frame = pd.DataFrame({"key": range(1000), "value": range(1000)})
+    left, right = (dd.from_pandas(frame, npartitions=8) for _ in range(2))
+    assert len(await client.compute(left.merge(right, on="key"))) == 1000
 
 
-def waits(i: int) -> int:
-    assert Event("go on").wait(timeout=60)
-    return i
+@on_plain_cluster()
+async def test_where_nothing_is_kept_and_links_are_alike_dask_chooses(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    await dask_gpurt.enable(client)
+    runtime = scheduler.extensions["gpurt"]
+    await computes(client)
+    for worker in (a, b):
+        before = scheduler.bandwidth
+        worker.bandwidth = 3e8
+        await worker.heartbeat()
+        assert scheduler.bandwidth == before / 2 + 1.5e8  # as Dask averages it
+    assert runtime.settings.placement.enabled
+    assert not runtime.slow_links.is_on
+    assert replaced(scheduler) == set()
+    await dask_gpurt.disable(client)
 
 
-@pytest.fixture(autouse=True)
-def _held(client: Client) -> Iterator[None]:
-    """Hold tasks that wait until the test lets them go on, or ends."""
-    event = Event("go on", client=client)
-    event.clear()
-    yield
-    event.set()
+@on_plain_cluster()
+async def test_dask_reckons_with_slow_links_while_the_runtime_is_on(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    handler = scheduler.handlers["heartbeat_worker"]
+    with differing_links():
+        await dask_gpurt.enable(client)
+        runtime = scheduler.extensions["gpurt"]
+        await until(lambda: runtime.slow_links.is_on)
+        assert scheduler.bandwidth == SLOW
+        a.bandwidth = 3e8
+        await a.heartbeat()
+        assert scheduler.bandwidth == SLOW
+        assert replaced(scheduler) == {"decide_worker_rootish_queuing_enabled"}
+        await computes(client)
+        await b.close()
+        assert b.status == Status.closed
+        await computes(client)
+        assert not runtime.metrics.snapshot()["fallbacks"]
+        await dask_gpurt.disable(client)
+    assert replaced(scheduler) == set()
+    assert scheduler.handlers["heartbeat_worker"] == handler
 
 
-def test_workers_come_and_go_under_load(client: Client) -> None:
-    local: Any = client.cluster
-    futures = client.map(waits, range(60))
-    total = client.submit(sum, futures)
-    local.scale(3)
-    client.wait_for_workers(3, timeout=60)
-    until(lambda: len(client.processing()) == 3 and all(client.processing().values()))
-    local.scale(2)
-    Event("go on", client=client).set()
-    assert total.result(timeout=120) == sum(range(60))
-    client.wait_for_workers(2, timeout=60)
-    assert not _fallbacks(client)
-
-
-def test_a_restart_in_the_middle_of_work(client: Client) -> None:
-    first = client.map(add, range(20), pure=False)
-    total = client.submit(sum, [*first, *client.map(waits, range(20), pure=False)])
-    next(iter(as_completed(first)))
-    client.restart(timeout=120)
-    assert total.cancelled()
-    before = counters(client)["placement.decisions"]
-    again = client.map(add, range(20), pure=False)
-    assert client.submit(sum, again).result(timeout=120) == sum(range(20))
-    assert counters(client)["placement.decisions"] > before
-    assert not _fallbacks(client)
-
-
-def _fallbacks(client: Client) -> dict[str, Any]:
-    found = dask_gpurt.report(client)["fallbacks"]
-    return {what: known for what, known in found.items() if what.startswith("placement")}
+@on_plain_cluster(**{"gpurt.placement.enabled": False})
+async def test_it_can_be_switched_off(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+    with differing_links():
+        await dask_gpurt.enable(client)
+        await computes(client)
+        assert scheduler.extensions["gpurt"].slow_links is None
+        assert replaced(scheduler) == set()
+        await dask_gpurt.disable(client)

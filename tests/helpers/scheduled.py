@@ -285,7 +285,7 @@ class _SchedulerRuntime(GpurtSchedulerPlugin):
 
     def __init__(self, scheduler: Any, settings: config.Settings):
         self.scheduler, self.settings, self.metrics = scheduler, settings, Metrics()
-        self.placement = None
+        self.slow_links = None
         self.read_places = ReadPlaces(
             scheduler, lambda worker, local: False, lambda: False, lambda name, why: None
         )

@@ -21,8 +21,6 @@ PROGRAMS = {
     "exchange": (f"--size 4MiB --partitions 4 --workers 2 {PANDAS} --repeat 2 --index", "turns"),
     "overlap": (f"{PANDAS} --cells 'fp32 GEMM / all-to-all' --workloads join --repeat 1", "parts"),
     "overlap.reading": ("--files 4 --rows 1000 --rounds 1 --rate 1MiB", "runs"),
-    "placement.clusters": ("--size 4MiB --workers 2 --repeat 2 --workload skewed-join", "runs"),
-    "placement.one_host": (f"--size 8MiB --workers 2 --repeat 2 {PANDAS}", "cells"),
     "shuffle": (f"--size 4MiB --partitions 4 --workers 2 {PANDAS} --repeat 1", "runs"),
     "skew": (f"--rows 5000 --workers 2 --partitions 3 --repeat 2 {PANDAS} --cells hot", "runs"),
     "two_hosts": ("--hosts 2 --pairs 2 --links 1 --workloads uneven-reuse --scale 0.1", "cells"),

@@ -19,7 +19,6 @@ import pandas as pd
 import pytest
 from distributed import Client, wait
 
-from benchmarks.common.faults import differing_links
 from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.metrics import METRICS, READINGS, Server
 from tests.helpers.clusters import cluster, counters
@@ -105,7 +104,7 @@ def free_port() -> int:
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Client]]:
     """Yield a Prometheus that scrapes two workers and their scheduler, and the client."""
     folder = tmp_path_factory.mktemp("prometheus")
-    with differing_links(), cluster("pandas", placement__enabled=True, **SMALL) as client:
+    with cluster("pandas", **SMALL) as client:
         targets = pages(client)
         (folder / "prometheus.yml").write_text(CONFIGURATION.format(targets=json.dumps(targets)))
         address = f"127.0.0.1:{free_port()}"
@@ -165,7 +164,7 @@ def test_each_metric_has_the_type_of_its_table(scraped: tuple[Prometheus, Client
             'sum(dask_worker_gpurt_spill_bytes_total{from="device", to="disk"})',
             "memory.spill.bytes.device.disk",
         ),
-        ("sum(dask_scheduler_gpurt_placement_decisions_total)", "placement.decisions"),
+        ("sum(dask_scheduler_gpurt_shuffle_runs_total)", "shuffle.runs"),
     ],
 )
 def test_prometheus_counts_as_reports_do(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from distributed.scheduler import SchedulerState
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
-from distributed.stealing import WorkStealing
 
 from dask_gpurt.dask_hooks import CHOICES, PARTS, Seam, State, differences, table
 from dask_gpurt.dask_hooks.comparison import hash_of_body
@@ -70,13 +70,12 @@ def test_layout_and_comments_are_no_part_of_a_body() -> None:
 def test_the_table_has_a_state_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row.state for row in table()} == {State.KNOWN}
     assert len(table()) == len(SEAMS)
-    monkeypatch.setattr(WorkStealing, "_get_thief", lambda self, level: None)
+    monkeypatch.setattr(SchedulerState, "get_comm_cost", lambda self, level: None)
     (row,) = (row for row in table() if row.state is not State.KNOWN)
-    assert row.name == "WorkStealing._get_thief"
+    assert row.name == "SchedulerState.get_comm_cost"
     assert row.difference.endswith(
-        "expected (self, scheduler, ts, potential_thieves, occupancies): "
-        "Dask chooses which worker takes tasks from others"
+        "expected (self, ts, ws): reads go to any worker, whatever it has kept of their files"
     )
     states = {row.name: row.state for row in table(unused=CHOICES)}
-    assert states["WorkStealing._get_thief"] == State.UNUSED
+    assert states["SchedulerState.get_comm_cost"] == State.UNUSED
     assert states["Worker.execute"] == State.KNOWN

@@ -14,12 +14,12 @@ import pytest
 from dask._task_spec import Task, TaskRef
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 
-from benchmarks.placement.decisions import BareState, headroom_of, topology_of
+from benchmarks.placement.decisions import BareState, topology_of
 from dask_gpurt.dask_hooks.parquet_files import pieces_read
 from dask_gpurt.memory.ledger import CACHED, ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
-from dask_gpurt.placement import Placement
+from dask_gpurt.placement.links import SlowLinks
 from dask_gpurt.placement.reads import ReadPlaces
 
 
@@ -61,17 +61,16 @@ def test_workers_with_a_gpu_keep_local_files_and_all_keep_remote_ones() -> None:
     assert not memory.has_cached("gpu", local=True)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_reads_go_to_their_files_also_while_links_decide_about_all_else(first: int) -> None:
-    state = BareState(6)
+def test_reads_go_to_their_files_also_while_links_between_hosts_are_slow() -> None:
+    state = BareState(16)
     places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
-    placement = Placement(state, topology_of(state), headroom_of(state), Metrics(), places.place)
-    for part in (places, placement)[:: 1 - 2 * first]:
-        part.bind()
+    links = SlowLinks(state, topology_of(state), Metrics())
+    links.on_places_changed()
+    assert links.is_on
+    places.bind()
     found = []
     for query in range(3):
-        # Fewer tasks than workers, so that Dask does not queue them, in another order each time.
-        files = list(range(5))[:: 1 - 2 * (query % 2)]
+        files = list(range(40))[:: 1 - 2 * (query % 2)]  # in another order each time
         graph = {f"read{query}-{file}": read_of(f"read{query}-{file}", file) for file in files}
         state.submit(graph, set(graph))
         done = state.run()
