@@ -142,7 +142,7 @@ def _engaged(dask_scheduler: Any) -> float:
 
 
 def fallbacks(client: Client) -> dict[str, Any]:
-    """Return the failed placement decisions that fell back to Dask, with reasons."""
+    """Return the choices that fell back to Dask, with reasons."""
     known = dask_gpurt.report(client).fallbacks.to_dict()
     return {what: told for what, told in known.items() if what.startswith("placement")}
 
