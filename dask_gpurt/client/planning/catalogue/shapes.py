@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import getattr_static
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pandas as pd
@@ -250,13 +250,14 @@ def numbered(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
 
 def shuffled(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Return the schema of the rows that are shuffled; Dask says it where their index is dropped."""
-    return None if expr.ignore_index and expr.method == "tasks" else of(expr.frame)
+    rows = of(expr.frame)
+    return rows if _is_compared(rows) and not (expr.ignore_index and expr.method == "tasks") else None
 
 
 def shuffled_here(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Leave out the column of targets, and the index where row numbers follow."""
     rows = of(expr.rows)
-    if rows is None or not _are_labels(rows.labels):
+    if rows is None or not (_is_compared(rows) and _are_labels(rows.labels)):
         return None
     kept = rows.select([label for label in rows.labels if label != expr.partitioning_index])
     if kept is None or not kept.columns or not expr._drops_index:
@@ -267,7 +268,7 @@ def shuffled_here(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
 def targeted(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Add the column of targets, whose dtype does not depend on that of the keys."""
     frame, name = of(expr.frame), expr.operand("index_name")
-    if frame is None or not (frame.is_frame and frame.columns and _are_labels([*frame.labels, name])):
+    if frame is None or not (_is_compared(frame) and frame.columns and _are_labels([*frame.labels, name])):
         return None
     one = frame.one("a")
     found = library.ask_parts(type(expr), [one], [None], lambda _: [_with_targets(type(expr), one)])
@@ -285,37 +286,32 @@ def with_named_index(expr: Any, of: SchemaOf, library: Library) -> Schema | None
     """Name the index; the columns stay."""
     frame = of(expr.frame)
     others = {expr.operand("mapper"), expr.operand("columns")} if frame is not None else set()
-    if frame is None or frame.has_levels or not frame.columns or others != {no_default}:
+    if not _is_compared(frame) or frame.has_levels or not frame.columns or others != {no_default}:
         return asked(expr, of, library)
     one = frame.one("a")
     found = library.ask(type(expr), [one, *expr.operands[1:]])
     return _like(frame, found, ("a",), one.columns)
 
 
+def _is_compared(frame: Schema | None) -> TypeGuard[Schema]:
+    """Return whether this is a frame of pandas: what cudf makes of text and of labels is not known yet."""
+    return frame is not None and frame.is_frame and frame.frames is pd.DataFrame
+
+
 def _are_labels(names: Sequence[Any]) -> bool:
     return all(type(name) is str for name in names) and len({*names}) == len(names)
-
-
-def _may_change(dtype: Any) -> bool:
-    """Return whether an example of a column may have another dtype than the column."""
-    return not isinstance(dtype, np.dtype) or dtype.kind == "O"
 
 
 def first_rows(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Choose the first rows by some columns: the index may become another one, the columns stay."""
     frame, by = of(expr.frame), expr.operand("_columns")
     keys = by if isinstance(by, list) else [by]
-    if frame is None or not (frame.is_frame and _are_labels(frame.labels) and _are_labels(keys)):
+    if not (_is_compared(frame) and _are_labels(frame.labels) and _are_labels(keys)):
         return asked(expr, of, library)
     if not keys or not {*keys} <= {*frame.labels} or {*keys} & {*frame.index.value.names}:
         return asked(expr, of, library)  # a name of a column and of a level is ambiguous
-    ordering = tuple(map(frame.at, keys))
-    # Dask's example of a frame of cudf may have another dtype of text than the frame.
-    both = zip(frame.columns, frame.dtypes, strict=True)
-    others = dict.fromkeys(column for column, dtype in both if _may_change(dtype) and column not in ordering)
     names = [f"k{number}" for number in range(len(keys))]
-    labels = (*names, *(f"c{number}" for number in range(len(others))))
-    bare = frame._replace(labels=labels, columns=(*ordering, *others))
+    bare = frame._replace(labels=tuple(names), columns=tuple(map(frame.at, keys)))
     count = expr.operand("n")
     if type(expr) is _reductions.NFirst and type(count) is int and count > 1:
         count = 2  # as many rows as Dask's example has

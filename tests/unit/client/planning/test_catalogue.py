@@ -406,21 +406,6 @@ def test_first_rows_by_a_column_that_is_named_as_a_level_are_refused(planner: Pl
         metadata(named.nlargest(3, ["key", "ratio"]).expr)
 
 
-@pytest.mark.parametrize("library", ["pandas"], indirect=True)  # in place of cudf
-def test_first_rows_are_as_the_example_of_dask(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dask's example of a frame of cudf has text of one dtype, whatever that of its columns is."""
-    original = _reductions.meta_nonempty
-
-    def example(meta: pd.DataFrame) -> pd.DataFrame:
-        return original(meta).astype({name: "str" for name in meta if meta.dtypes[name] == "string[pyarrow]"})
-
-    monkeypatch.setattr(_reductions, "meta_nonempty", example)
-    frame = dd.from_pandas(tables()[0], npartitions=2)
-    with planner.used():
-        rows = frame.sort_values("key").head(3, compute=False).simplify()
-        assert rows.dtypes["text"] == "str"
-
-
 @pytest.mark.parametrize("library", ["pandas"], indirect=True)  # what a scheduler asks of any library
 def test_a_graph_of_several_partitions_asks_nothing_of_the_library(planner: Planner, tmp_path: Path) -> None:
     for number in range(2):
