@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
@@ -30,19 +29,6 @@ class Label(NamedTuple):
 
     kind: str
     prefix: str = ""
-
-
-class FreeMemory(NamedTuple):
-    """Describe the free memory of a worker.
-
-    ``free``: free bytes in its live tier; may be negative.
-    ``below``: free bytes in its lower tiers.
-    ``live``: capacity of its live tier in bytes.
-    """
-
-    free: float
-    below: float = 0
-    live: float = math.inf
 
 
 class Ledger:
@@ -149,8 +135,6 @@ class ClusterMemory:
         self._on_gpu: set[str] = set()
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
-        #: Cached until the worker reports again.
-        self._rooms: dict[str, FreeMemory] = {}
 
     def apply(self, worker: str, message: LedgerMessage) -> None:
         """Apply a message of a worker, in place of its previous one: its stream keeps their order."""
@@ -165,7 +149,7 @@ class ClusterMemory:
     def forget(self, worker: str) -> None:
         """Forget a worker that has left."""
         everything: tuple[dict[str, Any], ...] = (self._capacity, self._cells, self._prefixes)
-        for known in (*everything, self._shared_memory, self._rooms):
+        for known in (*everything, self._shared_memory):
             known.pop(worker, None)
         self._on_gpu.discard(worker)
 
@@ -173,15 +157,12 @@ class ClusterMemory:
         """Return the capacity of the exchange pool by worker, for workers without a GPU."""
         return {worker: nbytes for worker, nbytes in self._shared_memory.items() if nbytes is not None}
 
-    def room(self, worker: str) -> FreeMemory | None:
-        """Return the free memory of a worker; None if it has not reported."""
-        room = self._rooms.get(worker)
-        if room is None and (capacity := self._capacity.get(worker)):
-            live, *lower = [(tier, self._row(worker, str(tier), capacity[tier])["headroom"]) for tier in Tier]
-            below = sum(left for _, left in lower if left > 0)
-            room = FreeMemory(live[1], below, capacity[str(live[0])])
-            self._rooms[worker] = room
-        return room
+    def room(self, worker: str) -> int | None:
+        """Return the free bytes in all tiers of a worker; None if it has not reported."""
+        if (capacity := self._capacity.get(worker)) is None:
+            return None
+        live, *lower = [self._row(worker, str(tier), capacity[tier])["headroom"] for tier in Tier]
+        return int(live + sum(left for left in lower if left > 0))  # the live one may be overdrawn
 
     @property
     def has_gpus(self) -> bool:

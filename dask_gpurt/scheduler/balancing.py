@@ -8,6 +8,7 @@ outputs as it does for a worker that joins.
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any, cast
@@ -16,7 +17,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, ShuffleRunSpec, barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.placement.headroom import Headroom
+from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.scheduler.recovery import Recovery
 from dask_gpurt.scheduler.runs import ActiveRuns, sharing_outputs
 from dask_gpurt.shuffle.balance import Moves, OwnerCapacity, RunSizes, balanced
@@ -29,11 +30,13 @@ logger = logging.getLogger(__name__)
 class Balancing:
     """Watch the runs of a scheduler, and move outputs away from workers that would get too many bytes."""
 
-    def __init__(self, scheduler: SchedulerServer, runs: ActiveRuns, recovery: Recovery, headroom: Headroom):
+    def __init__(
+        self, scheduler: SchedulerServer, runs: ActiveRuns, recovery: Recovery, memory: ClusterMemory
+    ):
         self._scheduler = scheduler
         self._runs = runs
         self._recovery = recovery
-        self._headroom = headroom
+        self._memory = memory
         self._watched: dict[ShuffleId, RunSizes] = {}
         #: The shuffle of each watched transfer.
         self._shuffle_of: dict[Key, ShuffleId] = {}
@@ -127,5 +130,8 @@ class Balancing:
 
     def _room(self, worker: str, held: float) -> float:
         """Return the bytes that a worker can take in addition to the outputs that it owns already."""
-        memory = self._headroom.free_memory(worker)
-        return max(0.0, memory.free + memory.below - held)
+        free: float | None = self._memory.room(worker)
+        if free is None:  # it has no ledger yet
+            state = self._scheduler.workers[worker]
+            free = state.memory_limit - state.nbytes if state.memory_limit else math.inf
+        return max(0.0, free - held)

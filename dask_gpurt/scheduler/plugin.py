@@ -25,7 +25,6 @@ from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.counting import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
-from dask_gpurt.placement.headroom import LedgerHeadroom
 from dask_gpurt.placement.links import SlowLinks
 from dask_gpurt.placement.reads import ReadPlaces
 from dask_gpurt.protocol import (
@@ -175,7 +174,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         silent = SilentWorkers(self.scheduler, self.metrics)
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token, silent)
         self.shuffles = SchedulerShuffles(
-            self.scheduler, settings, self.metrics, self.workers, self._headroom()
+            self.scheduler, settings, self.metrics, self.workers, self.cluster_memory
         )
 
     def _listen(self) -> None:
@@ -302,9 +301,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         patches = dask_hooks.PatchSet()
         patches.put_item(self.scheduler.handlers, "heartbeat_worker", beating)
         self._undo.callback(patches.restore)
-
-    def _headroom(self) -> LedgerHeadroom:
-        return LedgerHeadroom(self.cluster_memory, self.scheduler.workers)
 
     def _placed(self, worker: str) -> None:
         if self.slow_links is not None:

@@ -37,8 +37,8 @@ from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
 from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension, WorkerState
 from dask_gpurt.frames import library
 from dask_gpurt.frames.registry import LIBRARIES
+from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
-from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.protocol import ACCEPTED_OP
 from dask_gpurt.scheduler.balancing import Balancing
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC, Recovery
@@ -71,7 +71,7 @@ class SchedulerShuffles:
         settings: Settings,
         metrics: Metrics,
         workers: Workers,
-        headroom: Headroom,
+        memory: ClusterMemory,
     ):
         self._scheduler = scheduler
         self._extension: ShuffleExtension = scheduler.extensions["shuffle"]
@@ -88,7 +88,7 @@ class SchedulerShuffles:
         self.abandoning = Abandoning(scheduler, workers, runs, self.recovery.rerun)
         self._barrier_ends = BarrierEnds(scheduler)
         self.results = SmallResults(scheduler, workers.ready, metrics)
-        self._balancing = Balancing(scheduler, runs, self.recovery, headroom)
+        self._balancing = Balancing(scheduler, runs, self.recovery, memory)
         self._retirement = Retirement(scheduler, self.recovery, metrics)
 
     def _begin_again(self, shuffle_id: ShuffleId, reason: str) -> None:

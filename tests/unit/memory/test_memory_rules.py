@@ -330,8 +330,11 @@ def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], boo
         tier = Tier(row["tier"])
         assert row["partitions"] == ledger.cell(tier, "partitions")
         assert row["headroom"] == ledger.headroom(tier) == 100 - ledger.used(tier)
+    live, *lower = map(ledger.headroom, Tier)
+    assert cluster_memory.room("w") == live + sum(max(0, left) for left in lower)
     cluster_memory.forget("w")
     assert cluster_memory.rows() == []
+    assert cluster_memory.room("w") is None
 
 
 steps_of_prefixes = st.lists(
