@@ -25,7 +25,7 @@ from benchmarks.chaos.operations import OPERATIONS
 from benchmarks.chaos.plan import FaultSpec, OperationSpec, Plan, Step
 from benchmarks.chaos.report import Ending, Outcome, Report
 from benchmarks.chaos.worker_side import NAME, ChaosWorkerPlugin
-from dask_gpurt.tools.waiting import describe_scheduler, describe_worker, thread_stacks
+from benchmarks.common.waiting import describe_scheduler, describe_worker, thread_stacks
 
 #: Timeout for faults to begin and end, and for switching the runtime off, in seconds.
 END_S = 90.0

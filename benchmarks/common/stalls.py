@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from distributed import Client, Worker, WorkerPlugin
 from tornado.ioloop import PeriodicCallback
 
-from dask_gpurt.tools.waiting import thread_stacks
+from benchmarks.common.waiting import thread_stacks
 
 INTERVAL = 0.005
 #: Poll interval of a watchdog, in seconds.

@@ -13,7 +13,7 @@ import pytest
 from distributed import Client, get_client, wait
 
 import dask_gpurt
-from dask_gpurt.tools.waiting import thread_stacks
+from benchmarks.common.waiting import thread_stacks
 from tests.helpers.clusters import cluster
 from tests.helpers.waiting import LIMIT_S
 

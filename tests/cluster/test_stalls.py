@@ -12,10 +12,10 @@ import pytest
 
 import dask_gpurt
 from benchmarks.common.stalls import WATCHDOG_POLL_S, Watchdog, arm, signalled_stacks
+from benchmarks.common.waiting import describe_scheduler, describe_worker
 from dask_gpurt.memory.admission import FETCH
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.observe import Fallback
-from dask_gpurt.tools.waiting import describe_scheduler, describe_worker
 from tests.helpers.in_process import on_cluster
 
 MIB = 2**20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from benchmarks.common.waiting import waiting
 from dask_gpurt.config import Size
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
-from dask_gpurt.tools.waiting import waiting
 
 RUN = ("a shuffle", 1)
 
