@@ -111,15 +111,14 @@ def measure(workers: int, repeat: int) -> dict[str, Any]:
     """Return milliseconds of CPU time with ``workers`` workers."""
     reports = Reports(workers)
     collector = reports.collector
-    sampler = collector.sampler
     found: dict[str, list[float]] = {"sample": [], "page": []}
     reports.report()
     for at in range(MAX_POINTS + 1):
-        sampler.sample(float(at), collector)
+        collector.sample(float(at))
     for at in range(repeat + 1):  # the first round creates state and is discarded
         reports.report()
         began = time.thread_time()
-        sampler.sample(float(MAX_POINTS + 1 + at), collector)
+        collector.sample(float(MAX_POINTS + 1 + at))
         found["sample"].append(time.thread_time() - began)
         began = time.thread_time()
         size = len(json.dumps(drawn(collector), allow_nan=False))

@@ -67,7 +67,7 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         for worker in (a, b):
             await worker.heartbeat()
         now = collector(scheduler)
-        now.sampler.sample(now.sampler.at + 1, now)
+        now.sample(now.sampler.at + 1)
         (row,) = now.sampler.shuffles.rows(0.0)
         assert row["state"] == "done"
         assert row["inputs"] == row["outputs"] == {"total": 6, "done": 6}

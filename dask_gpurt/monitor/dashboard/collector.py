@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dask.typing import Key
@@ -60,27 +60,18 @@ class Collector(SchedulerPlugin):
 
     def _tick(self) -> None:
         began = time.thread_time()
-        self.sampler.sample(self._clock(), self)
+        self.sample(self._clock())
         self.seconds = time.thread_time() - began
         pause = max(SAMPLE_INTERVAL_S, self.seconds / MAX_SHARE)
         self._timer = self._scheduler.loop.call_later(pause, self._tick)
 
-    # ---- the view of the sampler -----------------------------------------------------------
-
-    def names(self) -> Mapping[str, str]:
-        """Return the names of the current workers, by address."""
-        return {address: str(ws.name) for address, ws in self._scheduler.workers.items()}
-
-    def tiers(self) -> Iterable[Mapping[str, Any]]:
-        """Return a row for each worker and tier, with display names."""
-        memory = self.runtime.cluster_memory
-        return shown_tiers(memory.rows(), memory.shared_memory())
-
-    def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Yield the last report of each worker."""
-        for address, ws in self._scheduler.workers.items():
-            if (report := ws.metrics.get(PROGRESS_METRIC)) is not None:
-                yield address, report
+    def sample(self, at: float) -> None:
+        """Take a sample, at a time in seconds since the epoch."""
+        workers, memory = self._scheduler.workers, self.runtime.cluster_memory
+        names = {address: str(ws.name) for address, ws in workers.items()}
+        reports = ((address, ws.metrics.get(PROGRESS_METRIC)) for address, ws in workers.items())
+        progress = ((address, report) for address, report in reports if report is not None)
+        self.sampler.sample(at, names, shown_tiers(memory.rows(), memory.shared_memory()), progress)
 
     # ---- events ----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.monitor.dashboard.shuffles import ShuffleLog
@@ -40,19 +40,6 @@ class Level(NamedTuple):
 
     used: int
     capacity: int
-
-
-class View(Protocol):
-    """Give the sampler the current state of a cluster."""
-
-    def names(self) -> Mapping[str, str]:
-        """Return the names of the current workers, by address."""
-
-    def tiers(self) -> Iterable[Mapping[str, Any]]:
-        """Return the rows of :func:`~dask_gpurt.observe.shown_tiers.shown_tiers` for all workers."""
-
-    def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Return the last :mod:`report <dask_gpurt.worker.reports>` by worker address."""
 
 
 @dataclass
@@ -89,15 +76,23 @@ class Sampler:
         #: Total bytes by direction, including workers that have left.
         self._moved: dict[str, float] = {}
 
-    def sample(self, at: float, view: View) -> None:
+    def sample(
+        self,
+        at: float,
+        names: Mapping[str, str],
+        tiers: Iterable[Mapping[str, Any]],
+        progress: Iterable[tuple[str, Mapping[str, Any]]],
+    ) -> None:
         """Take a sample.
 
         ``at``: seconds since the epoch, ascending.
+        ``names``: the names of the current workers, by address.
+        ``tiers``: the rows of :func:`~dask_gpurt.observe.shown_tiers.shown_tiers` for all workers.
+        ``progress``: the last :mod:`report <dask_gpurt.worker.reports>` by address.
         """
-        names = view.names()
         self._record_workers(at, names)
-        self._sample_tiers(at, view.tiers())
-        self._sample_progress(at, view.progress())
+        self._sample_tiers(at, tiers)
+        self._sample_progress(at, progress)
         self.at = at
 
     def _record_workers(self, at: float, names: Mapping[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -32,18 +31,16 @@ class Cluster:
         self.moved: dict[str, list[tuple[str, str, int]]] = {}
         self.runs: dict[str, list[Any]] = {}
 
-    def names(self) -> Mapping[str, str]:
-        return {address: address.removeprefix("tcp://") for address in self.ledgers}
-
-    def tiers(self) -> Iterable[Mapping[str, Any]]:
+    def view(self) -> tuple[Any, Any, Any]:
+        """Return names, tiers and progress, as a sample has them."""
         for address, ledger in self.ledgers.items():
             self.memory.apply(address, ledger.snapshot())
-        return shown_tiers(self.memory.rows(), self.memory.shared_memory())
-
-    def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        for address in self.ledgers:
-            moved, runs = self.moved.get(address, []), self.runs.get(address, [])
-            yield address, {"runs": runs, "moved": moved}
+        progress = [
+            (address, {"runs": self.runs.get(address, []), "moved": self.moved.get(address, [])})
+            for address in self.ledgers
+        ]
+        names = {address: address.removeprefix("tcp://") for address in self.ledgers}
+        return names, shown_tiers(self.memory.rows(), self.memory.shared_memory()), progress
 
     def kill(self, address: str) -> None:
         del self.ledgers[address]
@@ -53,9 +50,9 @@ class Cluster:
 def test_the_history_of_a_worker_outlives_it() -> None:
     cluster, sampler = Cluster(2), Sampler()
     cluster.ledgers["tcp://1"].set(Tier.HOST, "partitions", 40)
-    sampler.sample(1.0, cluster)
+    sampler.sample(1.0, *cluster.view())
     cluster.kill("tcp://1")
-    sampler.sample(2.0, cluster)
+    sampler.sample(2.0, *cluster.view())
     assert sampler.used.values(("tcp://1", "host"))[0] == 40
     assert sampler.used.values((ALL, "host")) == [40, 0]
     assert sampler.workers["tcp://1"].gone_at == 2.0
@@ -70,36 +67,36 @@ def test_without_a_gpu_tiers_have_the_names_of_the_tables() -> None:
         ledger.set_capacity(tier, 0)
     ledger.set(Tier.DEVICE, "partitions", 40)
     ledger.set(Tier.DEVICE, "published", 30)
-    sampler.sample(1.0, cluster)
+    sampler.sample(1.0, *cluster.view())
     levels = sampler.workers["tcp://0"].levels
     assert levels == {"memory": (40, 100), "shared memory": (30, 70), "disk": (0, 100)}
     assert [sampler.capacity(tier) for tier in levels] == [100, 70, 100]
     cluster.kill("tcp://0")
     for at in range(MAX_GONE + 1):
         cluster.ledgers = {f"tcp://{at + 1}": Ledger(dict.fromkeys(Tier, 100))}
-        sampler.sample(2.0 + at, cluster)
-    sampler.sample(100.0, Cluster(0))
+        sampler.sample(2.0 + at, *cluster.view())
+    sampler.sample(100.0, *Cluster(0).view())
     assert "tcp://0" not in {address for address, _ in sampler.used.names}
 
 
 def test_of_workers_that_have_left_the_last_are_kept() -> None:
     cluster, sampler = Cluster(MAX_GONE + 2), Sampler()
-    sampler.sample(0.0, cluster)
+    sampler.sample(0.0, *cluster.view())
     addresses = list(cluster.ledgers)
     for at, address in enumerate(addresses[:-1], start=1):
         cluster.kill(address)
-        sampler.sample(float(at), cluster)
+        sampler.sample(float(at), *cluster.view())
     assert list(sampler.workers) == addresses[1:]
     assert {address for address, _ in sampler.used.names} == {ALL, *addresses[1:]}
 
 
 def test_bytes_moved_by_departed_workers_count() -> None:
     cluster, sampler = Cluster(2), Sampler()
-    sampler.sample(1.0, cluster)
+    sampler.sample(1.0, *cluster.view())
     cluster.moved["tcp://0"] = [("device", "disk", 30), ("exchange", "host", 10), ("disk", "device", 5)]
-    sampler.sample(3.0, cluster)
+    sampler.sample(3.0, *cluster.view())
     cluster.kill("tcp://0")
-    sampler.sample(4.0, cluster)
+    sampler.sample(4.0, *cluster.view())
     assert (sampler.moved(SPILLED), sampler.moved(UNSPILLED)) == (40, 5)
     assert sampler.moved(SPILLED, "tcp://0") == 40
     assert sampler.rates.values((ALL, SPILLED))[:1] == [20.0]
