@@ -50,9 +50,7 @@ DASK = ("dask", "distributed")
 ALLOWED: Mapping[str, str] = {
     "_replace": "published by namedtuple",
     "_asdict": "published by namedtuple",
-    "_current_frames": "sys: the stacks of threads, for a look into a process that stands still",
-    "_threads": "ThreadPoolExecutor: how many there are",
-    "_work_queue": "ThreadPoolExecutor: how much waits",
+    "_current_frames": "sys: the stack of a thread, to find what its task waits for",
     "_mgr": "pandas: the blocks of a frame",
     "_categories": "cudf: a column of a categorical type",
     "_column": "cudf: the column of a series",
