@@ -99,7 +99,7 @@ class Reports:
     def progress(self, worker: int) -> Mapping[str, Any]:
         """Return a worker's report on its runs."""
         n = self._round
-        figures = vars(Figures(n, n, n, n, 0.1, 0.2, 0.3, 2, 10, worker, 6))
+        figures = vars(Figures(n, n, n, 0.1, 0.2, 0.3, 2, 10, worker, 6))
         latest = range(MAX_SHUFFLES - MAX_RUNS, MAX_SHUFFLES)
         return {
             "runs": [[f"{number:032}", number, figures] for number in latest],

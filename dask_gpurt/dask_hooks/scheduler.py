@@ -36,16 +36,13 @@ class Overrides:
             name = seam.attribute
             original = getattr(owner, name, None)
             try:
-                self._patches.replace(seam, partial(self.guarded, name, ours(name)), on=owner)
+                wrap = partial(guarded, name, ours(name), failed=self._failed)
+                self._patches.replace(seam, wrap, on=owner)
             except UnsupportedError as error:
                 self._failed(name, str(error))
             else:
                 assert original is not None  # or the seam would have differed
                 self.originals[name] = original
-
-    def guarded(self, name: str, ours: Method, original: Method) -> Method:
-        """Return a function that calls ours, and falls back to Dask's original if ours raises."""
-        return guarded(name, ours, original, self._failed)
 
     def restore(self) -> None:
         """Restore Dask's own choices."""

@@ -15,7 +15,7 @@ from dask.dataframe.multi import merge_chunk
 from distributed import Scheduler as SchedulerServer
 from distributed import Worker as WorkerServer
 from distributed.batched import BatchedSend as Stream
-from distributed.scheduler import SchedulerState, TaskPrefix, WorkerState
+from distributed.scheduler import SchedulerState, WorkerState
 from distributed.scheduler import TaskState as SchedulerTask
 from distributed.shuffle import ShuffleSchedulerPlugin as ShuffleExtension
 from distributed.worker_state_machine import TaskState as WorkerTask
@@ -29,7 +29,6 @@ __all__ = [
     "ShuffleExtension",
     "Stream",
     "Task",
-    "TaskPrefix",
     "TaskRef",
     "WorkerServer",
     "WorkerState",

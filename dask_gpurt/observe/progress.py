@@ -25,7 +25,7 @@ class Figures:
     """Hold the figures of one worker in one run, or their sum over workers.
 
     ``offered_bytes``, ``offered_shards``: shards published for owners, including this worker.
-    ``received_bytes``, ``received_shards``: shards accepted from producers, including this worker.
+    ``received_bytes``: bytes of shards accepted from producers, including this worker.
     ``splitting``, ``packing``, ``assembling``: thread time in seconds; packing includes waits for room.
     ``outputs``, ``rows``: output partitions assembled here, and their rows.
     ``largest``, ``largest_rows``: the output with the most rows, and its number of rows; -1 before the first
@@ -35,7 +35,6 @@ class Figures:
     offered_bytes: int = 0
     offered_shards: int = 0
     received_bytes: int = 0
-    received_shards: int = 0
     splitting: float = 0.0
     packing: float = 0.0
     assembling: float = 0.0
@@ -87,7 +86,6 @@ class RunProgress:
         """Count an accepted shard."""
         with self._lock:
             self._figures.received_bytes += nbytes
-            self._figures.received_shards += 1
 
     def assembled(self, output: int, rows: int) -> None:
         """Count an assembled output; an output that is assembled again counts once."""
