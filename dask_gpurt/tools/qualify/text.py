@@ -10,8 +10,7 @@ from dask.utils import format_time
 
 from dask_gpurt.client.explain.plan import Explanation
 from dask_gpurt.client.explain.run import advise, measure
-from dask_gpurt.tools.qualify.estimate import Estimate, estimate, library_of
-from dask_gpurt.tools.qualify.parts import PARTS, Computation
+from dask_gpurt.tools.qualify.parts import PARTS, Computation, Estimate, estimate, library_of
 
 #: The computations that are printed, those that took longest.
 PRINTED = 20

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 
 from benchmarks.qualify import fit as fitting
-from dask_gpurt.tools.qualify.estimate import FACTORS, estimate, library_of
-from dask_gpurt.tools.qualify.parts import BEFORE, IDLE, OTHER, PARTS, WAITING, computations, kind_of
+from dask_gpurt.tools.qualify.parts import (
+    BEFORE,
+    FACTORS,
+    IDLE,
+    OTHER,
+    PARTS,
+    WAITING,
+    computations,
+    estimate,
+    kind_of,
+    library_of,
+)
 from dask_gpurt.tools.qualify.recording import Recording, of_report
 
 
