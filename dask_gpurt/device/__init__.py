@@ -7,7 +7,6 @@ from dask_gpurt.device.base import (
     DirectComms,
     Files,
     Pinning,
-    PriorityError,
     Streams,
 )
 from dask_gpurt.device.pool import Block, Mapping, MappingError, NoMemoryForPool, Pool, PoolFull
@@ -25,6 +24,5 @@ __all__ = [
     "Pinning",
     "Pool",
     "PoolFull",
-    "PriorityError",
     "Streams",
 ]

@@ -41,10 +41,6 @@ def workers_of_device() -> int:
     return int(os.environ.get(COLOCATED, 1))
 
 
-class PriorityError(OSError):
-    """The priority of communication streams cannot be changed; the message has the reason."""
-
-
 class DeviceFiles(Protocol):
     """Move device buffers to files and back, without pageable host memory. All methods block."""
 

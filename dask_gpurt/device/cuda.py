@@ -37,7 +37,6 @@ from dask_gpurt.device.base import (
     Files,
     Guard,
     Pinning,
-    PriorityError,
     Streams,
     wait_for_all,
     workers_of_device,
@@ -433,10 +432,10 @@ def _allocator(resource: Any) -> str:
 def prioritise(stream: Any, priority: int) -> None:
     """Change the priority of later work on a stream.
 
-    Raises PriorityError if the driver does not support it, as before CUDA 11.7.
+    Raises OSError if the driver does not support it, as before CUDA 11.7.
     """
     value = cudaStreamAttrValue()
     value.priority = priority
     (error,) = cudaStreamSetAttribute(stream.ptr, cudaStreamAttrID.cudaLaunchAttributePriority, value)
     if error != cudaError_t.cudaSuccess:
-        raise PriorityError(f"cannot change the priority of a stream to {priority}: {error.name}")
+        raise OSError(f"cannot change the priority of a stream to {priority}: {error.name}")
