@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from benchmarks.simulate.clock import Name
-from benchmarks.simulate.tiers import Capacity
+from benchmarks.simulate.tiers import TIER_SPEEDS, Capacity, TierLink
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9
@@ -68,8 +68,8 @@ class Cluster:
 
     name: str
     machines: Sequence[Machine]
-    speeds: Mapping[Link, Speed] = field(default_factory=dict)
-    believed: Mapping[Link, Speed] | None = None
+    speeds: Mapping[Link | TierLink, Speed] = field(default_factory=dict)
+    believed: Mapping[Link | TierLink, Speed] | None = None
     between: Mapping[tuple[str, str], Speed] = field(default_factory=dict)
     racks: Mapping[str, str] = field(default_factory=dict)
     uplink: float = float("inf")
@@ -87,8 +87,8 @@ class Cluster:
         """Return a topology with the speeds that placement expects, without workers."""
         return self._described(self.speeds if self.believed is None else self.believed)
 
-    def _described(self, speeds: Mapping[Link, Speed]) -> Topology:
-        topology, joined = Topology({**SHIPPED, **speeds}), defaultdict[str, list[str]](list)
+    def _described(self, speeds: Mapping[Link | TierLink, Speed]) -> Topology:
+        topology, joined = Topology({**TIER_SPEEDS, **speeds}), defaultdict[str, list[str]](list)
         for machine in self.machines:
             if machine.nvlink and machine.place.device is not None:
                 joined[machine.place.host].append(machine.place.device)
@@ -102,7 +102,7 @@ class Cluster:
             link: Speed(
                 speed.bandwidth * rng.lognormvariate(0, SPREAD), speed.latency * rng.lognormvariate(0, SPREAD)
             )
-            for link, speed in {**SHIPPED, **self.speeds}.items()
+            for link, speed in {**SHIPPED, **TIER_SPEEDS, **self.speeds}.items()
         }
         return replace(self, speeds=speeds, believed=self.speeds)
 

@@ -39,11 +39,11 @@ from distributed.worker_state_machine import (
 from benchmarks.simulate.clock import Clock
 from benchmarks.simulate.network import Network
 from benchmarks.simulate.shuffles import VirtualShuffles
-from benchmarks.simulate.tiers import Capacity, RuntimeTiers, Tiers
+from benchmarks.simulate.tiers import Capacity, RuntimeTiers, TierLink, Tiers
 from benchmarks.simulate.work import Work
 from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, MemoryEstimator, MemoryRequest
 from dask_gpurt.memory.spilling import next_use
-from dask_gpurt.topology import Link, Speed
+from dask_gpurt.topology import Speed
 
 #: The state machine event for each message of the scheduler.
 EVENTS: Mapping[str, type[StateMachineEvent]] = {
@@ -138,7 +138,7 @@ class VirtualWorker:
         threads: int,
         speed: float,
         capacity: Capacity,
-        link_speed: Callable[[Link], Speed],
+        link_speed: Callable[[TierLink], Speed],
         environment: Environment,
     ):
         self.address = address
@@ -166,7 +166,7 @@ class VirtualWorker:
         self._finding_missing = False
         self._moving_until = 0.0
 
-    def _make_tiers(self, capacity: Capacity, link_speed: Callable[[Link], Speed]) -> Tiers:
+    def _make_tiers(self, capacity: Capacity, link_speed: Callable[[TierLink], Speed]) -> Tiers:
         return Tiers(capacity, link_speed)
 
     # ---- messages --------------------------------------------------------------------
@@ -333,7 +333,7 @@ class TieredWorker(VirtualWorker):
         #: The bytes reserved for it, by peer.
         self._promised: dict[str, int] = {}
 
-    def _make_tiers(self, capacity: Capacity, link_speed: Callable[[Link], Speed]) -> Tiers:
+    def _make_tiers(self, capacity: Capacity, link_speed: Callable[[TierLink], Speed]) -> Tiers:
         return RuntimeTiers(capacity, link_speed, self._next_use)
 
     def _next_use(self, key: Key) -> tuple[Any, ...] | None:

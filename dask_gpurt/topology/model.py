@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Link(StrEnum):
-    """Name the classes of link; within each group from fast to slow."""
+    """Name the classes of link between workers, from fast to slow."""
 
     SAME_DEVICE = "same-device"
     NVLINK = "nvlink"
@@ -20,14 +20,6 @@ class Link(StrEnum):
     LOOPBACK = "loopback"
     RDMA = "rdma"
     TCP = "tcp"
-
-    PINNED = "pinned"
-    PAGEABLE = "pageable"
-    DISK = "disk"
-
-
-#: Links between workers of different hosts.
-BETWEEN_HOSTS = (Link.RDMA, Link.TCP)
 
 
 @dataclass(frozen=True)
@@ -63,12 +55,6 @@ SHIPPED: Mapping[Link, Speed] = {
     Link.RDMA: Speed(22e9, 200e-6),
     # Nominal: 10 Gbit/s, less a tenth. Latency: a request and its answer on two of Dask's event loops.
     Link.TCP: Speed(1.1e9, 1e-3),
-    # Measured: host to device; the other way is 55.
-    Link.PINNED: Speed(53e9, 20e-6),
-    # Measured: device to host; the other way is 17.
-    Link.PAGEABLE: Speed(15.5e9, 20e-6),
-    # Measured: written directly to a local disk; reading is 2.4.
-    Link.DISK: Speed(1.4e9, 200e-6),
 }
 
 

@@ -136,7 +136,7 @@ def test_a_class_learns_its_bandwidth_from_all_its_pairs() -> None:
     for pair in (("w0", "w1"), ("w7", "w8")):
         assert topology.way(*pair)[1].bandwidth == pytest.approx(5e9, rel=0.1)
     assert topology.way("w0", "w1")[1].latency == SHIPPED[Link.TCP].latency
-    assert topology.learned()[Link.DISK] == SHIPPED[Link.DISK]
+    assert topology.learned()[Link.RDMA] == SHIPPED[Link.RDMA]
 
 
 def test_small_transfers_tell_the_latency() -> None:

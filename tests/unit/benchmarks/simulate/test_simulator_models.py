@@ -22,7 +22,7 @@ from benchmarks.simulate import (
 )
 from benchmarks.simulate.clock import Clock, Name
 from benchmarks.simulate.network import Network
-from benchmarks.simulate.tiers import RuntimeTiers, Tiers
+from benchmarks.simulate.tiers import RuntimeTiers, TierLink, Tiers
 from benchmarks.simulate.worker import TieredWorker, VirtualWorker
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.topology import Link, Place, Speed, Topology
@@ -149,7 +149,7 @@ def joins(pairs: list[tuple[int, int]], nbytes: int) -> Workload:
 
 def joined(pairs: list[tuple[int, int]], worker: type[VirtualWorker], workers: int = 3) -> Result:
     machines = [Machine(Place("host0", device=f"gpu{i}"), Capacity(100, 0, 100_000)) for i in range(workers)]
-    cluster = Cluster("small", machines, speeds=dict.fromkeys(Link, Speed(10.0, 0.0)))
+    cluster = Cluster("small", machines, speeds=dict.fromkeys([*Link, *TierLink], Speed(10.0, 0.0)))
     # One key per message: several keys would exceed a worker's memory.
     with dask.config.set({"distributed.worker.transfer.message-bytes-limit": 24}):
         return Simulation(cluster, joins(pairs, 24), worker=worker).run()
@@ -204,7 +204,7 @@ def test_tiers_add_up_and_are_over_only_by_what_is_held(
 def test_a_spilled_input_delays_its_task() -> None:
     """Two results of 80 bytes do not fit 100: one has to be read back for the task that needs both."""
     machine = Machine(Place("host0", device="gpu0"), Capacity(100, 0, 1000))
-    cluster = Cluster("one", [machine], speeds={Link.PAGEABLE: Speed(10.0, 0.0)})
+    cluster = Cluster("one", [machine], speeds={TierLink.PAGEABLE: Speed(10.0, 0.0)})
     a, b = (Work(Name(f"('{name}', 0)"), (), 1.0, 80) for name in "ab")
     c = Work(Name("('c', 0)"), (a.key, b.key), 1.0, 0)
     workload = Workload("spills", [Submission([a, b, c], frozenset([c.key]))])
