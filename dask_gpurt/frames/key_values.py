@@ -129,4 +129,15 @@ def _of_kind(kind: type, values: np.ndarray) -> np.ndarray:
         return _hashes(pd.Series([value.left for value in values]))
     if issubclass(kind, (Number, np.bool_)):
         return _of_floats(np.array([float(value.real) for value in values]))
+    if issubclass(kind, (tuple, frozenset)):
+        return _of_collections(values, in_order=issubclass(kind, tuple))
     return _of_text(np.array([str(value) for value in values], object))
+
+
+def _of_collections(values: np.ndarray, *, in_order: bool) -> np.ndarray:
+    """Return the hashes of tuples or sets: (1, 2) and (1.0, 2) are equal, and a set has no order."""
+    items = _hashes(pd.Series([item for value in values for item in value], dtype=object))
+    of_each = np.split(items, np.cumsum([len(value) for value in values])[:-1])
+    return _of_text(
+        np.array([str((each if in_order else np.sort(each)).tolist()) for each in of_each], object)
+    )

@@ -88,6 +88,10 @@ def test_rows_that_are_joined_are_in_one_partition(
         [pd.Timestamp("2026-01-01"), np.datetime64("2026-01-01", "s"), pd.Timestamp("2026-01-01").date()],
         [None, np.nan, pd.NA, pd.NaT],
         [pd.Interval(0, 1), pd.Interval(0.0, 1.0)],
+        [(1, "a", None), (1.0, "a", None), (True, "a", None)],
+        [(1, (2, ())), (1.0, (2.0, ()))],
+        # Of equal sets, the order depends on how they were made: 0 and 8 collide.
+        [frozenset([0, 8]), frozenset([8, 0]), frozenset([8.0, False])],
     ],
 )
 def test_equal_objects_are_in_one_partition(values: list[Any]) -> None:
