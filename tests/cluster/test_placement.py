@@ -33,7 +33,7 @@ async def computes(client: Any) -> None:
     assert len(await client.compute(left.merge(right, on="key"))) == 1000
 
 
-@on_plain_cluster()
+@on_plain_cluster(**{"gpurt.placement.enabled": True})
 async def test_where_nothing_is_kept_and_links_are_alike_dask_chooses(
     client: Any, scheduler: Any, a: Any, b: Any
 ) -> None:
@@ -51,7 +51,7 @@ async def test_where_nothing_is_kept_and_links_are_alike_dask_chooses(
     await dask_gpurt.disable(client)
 
 
-@on_plain_cluster()
+@on_plain_cluster(**{"gpurt.placement.enabled": True})
 async def test_dask_reckons_with_slow_links_while_the_runtime_is_on(
     client: Any, scheduler: Any, a: Any, b: Any
 ) -> None:
@@ -75,8 +75,8 @@ async def test_dask_reckons_with_slow_links_while_the_runtime_is_on(
     assert scheduler.handlers["heartbeat_worker"] == handler
 
 
-@on_plain_cluster(**{"gpurt.placement.enabled": False})
-async def test_it_can_be_switched_off(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+@on_plain_cluster()
+async def test_it_is_off_by_default(client: Any, scheduler: Any, a: Any, b: Any) -> None:
     with differing_links():
         await dask_gpurt.enable(client)
         await computes(client)
