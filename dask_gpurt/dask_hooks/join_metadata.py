@@ -52,7 +52,7 @@ def _is_known() -> bool:
 
 def defer_metadata(graph: Mapping[Any, Any]) -> None:
     """Have the joins of a new graph, also those within fused tasks, get their metadata late."""
-    late: dict[int, LateMetadata] = {}
+    late: dict[int, tuple[Any, LateMetadata]] = {}  # with the frames: an address may be used again
     left = [*graph.values()] if _is_known() else []
     while left:
         node = left.pop()
@@ -62,5 +62,5 @@ def defer_metadata(graph: Mapping[Any, Any]) -> None:
             left += node.args[0].values()
         elif node.func is merge_chunk and not isinstance(meta := node.kwargs[_META], LateMetadata):
             if id(meta) not in late:
-                late[id(meta)] = LateMetadata(pickle.dumps(meta, protocol=5))
-            node.kwargs[_META] = late[id(meta)]
+                late[id(meta)] = meta, LateMetadata(pickle.dumps(meta, protocol=5))
+            node.kwargs[_META] = late[id(meta)][1]
