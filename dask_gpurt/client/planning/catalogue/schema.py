@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -132,6 +132,10 @@ class Schema(NamedTuple):
         """Return the schema with one column alone, of integers where they are known, under another label."""
         column = _COLUMNS.get((self.columns[0].key[0], _INT64), self.columns[0])
         return self._replace(labels=(label,), columns=(column,))
+
+
+#: Returns the schema of an input; None if it has none.
+SchemaOf = Callable[[Any], Schema | None]
 
 
 def frame_of(schema: Schema) -> Any:
