@@ -214,7 +214,7 @@ class Outbox:
             return run not in self._gone
 
     def readings(self) -> list[Reading]:
-        """Return who may still read which shard."""
+        """Return the owners that may still read shards, by shard."""
         with self._changed:
             return [
                 Reading(entry.run, shard, share, owner)

@@ -188,7 +188,7 @@ class Pools:
             self.outbox(kind)
 
     def readings(self, run: RunKey) -> list[tuple[Outbox, Reading]]:
-        """Return who may still read which shard of a run, each with the outbox of the shard."""
+        """Return the owners that may still read shards of a run, each with the outbox of the shard."""
         outboxes = list(self._outboxes.values())
         return [(outbox, each) for outbox in outboxes for each in outbox.readings() if each.run == run]
 

@@ -1,1 +1,1 @@
-"""What people look at: pages, traces, waits."""
+"""Show people pages, traces and waits."""
