@@ -272,6 +272,20 @@ def test_operations_are_described_as_dask_does(
     assert planner.metrics.snapshot()["fallbacks"] == {}
 
 
+def test_keys_that_do_not_go_together_are_named_as_the_user_did(library: Library, planner: Planner) -> None:
+    frame = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
+
+    def refusal() -> str:
+        with pytest.raises(Exception) as caught:
+            _ = frame[["key", "small"]].merge(frame.assign(key=frame.when), on="key")._meta
+        return repr(caught.value)
+
+    known = refusal()
+    gc.collect()  # Dask shares equal expressions
+    with planner.used():
+        assert refusal() == known
+
+
 def differences(found: list[Any], expected: list[Any]) -> list[Any]:
     assert len(found) == len(expected)
     return [pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1]]
