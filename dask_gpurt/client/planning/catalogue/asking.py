@@ -137,7 +137,7 @@ def answered(kind: type, operands: Sequence[Any]) -> Schema | None:
         question = kind(*(stand_in(each) if isinstance(each, Schema) else each for each in operands))
         vars(question)[QUESTION] = True
         return schema_of(metadata(question))
-    except ZeroDivisionError:  # the same error as Dask's, which is asked about the operation itself
+    except Exception:  # Dask is asked about the operation itself: its error names the columns of the user
         return None
 
 

@@ -143,10 +143,7 @@ def _columns_of_join(
                 at, column = part
                 labels, columns = (*sides[at].labels, f"v{number}"), (*sides[at].columns, column)
                 sides[at] = sides[at]._replace(labels=labels, columns=columns)
-        try:
-            found = answered(Merge, [*sides, *rest])
-        except Exception:  # asked about as a whole, it raises what names the user's columns
-            found = None
+        found = answered(Merge, [*sides, *rest])
         expected = [*sides[0].labels, *(label for label in sides[1].labels if label not in sides[0].labels)]
         if found is None or [*found.labels] != expected:
             return [None] * len(missing)
