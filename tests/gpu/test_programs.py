@@ -529,3 +529,13 @@ def test_variances_of_integers_do_not_wrap_around() -> None:
         patches.restore()
     wanted = rows.groupby("k").agg({"n": ["std", "sum"], "i": ["var"]})
     pd.testing.assert_frame_equal(found.to_pandas().sort_index()[wanted.columns], wanted, check_dtype=False)
+
+
+def test_groups_that_run_both_ways_are_compared_in_any_order() -> None:
+    cudf, engine = importlib.import_module("cudf"), LIBRARIES["cudf"].engine()
+    series = cudf.Series([1.0, 2.0], index=cudf.Index([5, 6], name="key"), name="value")
+    for groups in (series, series.to_frame(), series.rename(None)):
+        assert engine.difference(groups[::-1], groups, in_order=False) is None
+        assert engine.difference(groups + 1, groups, in_order=False) is not None
+    for other in (series.to_frame(), series.rename("other")):
+        assert engine.difference(other, series, in_order=False) is not None

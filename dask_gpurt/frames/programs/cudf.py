@@ -115,9 +115,9 @@ class CudfColumns:
         return cudf.DataFrame._from_data(ColumnAccessor(columns, verify=False), index=index)
 
     def difference(self, found: Any, expected: Any, *, in_order: bool) -> str | None:
-        same = testing.assert_frame_equal if expected.ndim == 2 else testing.assert_series_equal
-        if not in_order and len(expected):
+        if not in_order and len(expected) and found.ndim == expected.ndim:
             found, expected = map(_sorted, (found, expected))
+        same = testing.assert_frame_equal if expected.ndim == 2 else testing.assert_series_equal
         try:
             same(found, expected, check_exact=False, rtol=1e-9, atol=0.0)
         except AssertionError as error:
@@ -295,7 +295,7 @@ class _Requests:
 
 def _sorted(value: Any) -> Any:
     if value.ndim == 1:
-        value = value.to_frame("value")
+        value = value.to_frame("value" if value.name is None else value.name)
     if type(value.index) is not cudf.RangeIndex:
         value = value.reset_index()
     return value.sort_values(list(value.columns), ignore_index=True)
