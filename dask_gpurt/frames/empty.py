@@ -68,4 +68,6 @@ def copied(frame: Any) -> Any:
     if isinstance(frame, (pd.DataFrame, pd.Series)):
         return frame.copy(deep=False)
     columns = frame._data._from_columns_like_self(frame._data.columns, verify=False)
+    # Made of each label's text: a tenth of a millisecond. Users may set the name of their own.
+    vars(columns)["to_pandas_index"] = frame._data.to_pandas_index.copy()
     return type(frame)._from_data(columns, frame.index.copy(deep=False))

@@ -252,13 +252,13 @@ def numbered(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
 def shuffled(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Return the schema of the rows that are shuffled; Dask says it where their index is dropped."""
     rows = of(expr.frame)
-    return rows if _is_compared(rows) and not (expr.ignore_index and expr.method == "tasks") else None
+    return rows if _is_frame(rows) and not (expr.ignore_index and expr.method == "tasks") else None
 
 
 def shuffled_here(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Leave out the column of targets, and the index where row numbers follow."""
     rows = of(expr.rows)
-    if rows is None or not (_is_compared(rows) and _are_labels(rows.labels)):
+    if rows is None or not (_is_frame(rows) and _are_labels(rows.labels)):
         return None
     kept = rows.select([label for label in rows.labels if label != expr.partitioning_index])
     if kept is None or not kept.columns or not expr._drops_index:
@@ -269,7 +269,7 @@ def shuffled_here(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
 def targeted(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Add the column of targets, whose dtype does not depend on that of the keys."""
     frame, name = of(expr.frame), expr.operand("index_name")
-    if frame is None or not (_is_compared(frame) and frame.columns and _are_labels([*frame.labels, name])):
+    if frame is None or not (_is_frame(frame) and frame.columns and _are_labels([*frame.labels, name])):
         return None
     one = frame.one("a")
     found = library.ask_parts(type(expr), [one], [None], lambda _: [_with_targets(type(expr), one)])
@@ -287,16 +287,15 @@ def with_named_index(expr: Any, of: SchemaOf, library: Library) -> Schema | None
     """Name the index; the columns stay."""
     frame = of(expr.frame)
     others = {expr.operand("mapper"), expr.operand("columns")} if frame is not None else set()
-    if not _is_compared(frame) or frame.has_levels or not frame.columns or others != {no_default}:
+    if not _is_frame(frame) or frame.has_levels or not frame.columns or others != {no_default}:
         return asked(expr, of, library)
     one = frame.one("a")
     found = library.ask(type(expr), [one, *expr.operands[1:]])
     return _like(frame, found, ("a",), one.columns)
 
 
-def _is_compared(frame: Schema | None) -> TypeGuard[Schema]:
-    """Return whether this is a frame of pandas: what cudf makes of text and of labels is not known yet."""
-    return frame is not None and frame.is_frame and frame.frames is pd.DataFrame
+def _is_frame(rows: Schema | None) -> TypeGuard[Schema]:
+    return rows is not None and rows.is_frame
 
 
 def _are_labels(names: Sequence[Any]) -> bool:
@@ -307,8 +306,10 @@ def first_rows(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Choose the first rows by some columns: the index may become another one, the columns stay."""
     frame, by = of(expr.frame), expr.operand("_columns")
     keys = by if isinstance(by, list) else [by]
-    if not (_is_compared(frame) and _are_labels(frame.labels) and _are_labels(keys)):
+    if not (_is_frame(frame) and _are_labels(frame.labels) and _are_labels(keys)):
         return asked(expr, of, library)
+    if type(expr) is not _reductions.NFirst and frame.frames is not pd.DataFrame:
+        return asked(expr, of, library)  # cudf gives text another dtype
     if not keys or not {*keys} <= {*frame.labels} or {*keys} & {*frame.index.value.names}:
         return asked(expr, of, library)  # a name of a column and of a level is ambiguous
     names = [f"k{number}" for number in range(len(keys))]

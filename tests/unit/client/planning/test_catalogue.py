@@ -94,14 +94,15 @@ def of_frames(left: Any, right: Any) -> Iterator[Any]:
     yield lambda: left.rename(columns={"key": "name"})
     yield lambda: left.rename(columns={"key": 1})[1]
     yield lambda: left.rename(columns=str.upper)
-    functions = (
-        [{"index": str.upper}] if isinstance(left._meta, pd.DataFrame) else []
-    )  # cudf renames `left` too
-    for names in ("other", None, 1, {"index": "other"}, {"columns": "other"}, *functions):
-        yield lambda names=names: left.rename_axis(**names if isinstance(names, dict) else {"mapper": names})
-    yield lambda: left.key.rename_axis("other")
-    yield lambda: left[few].set_index("key").rename_axis(index="other").reset_index()
-    yield lambda: left[[]].rename_axis("other")
+    yield lambda: left.rename_axis(columns="other")
+    if isinstance(left._meta, pd.DataFrame):  # cudf renames the index of `left`, too
+        for names in ("other", None, 1, {"index": "other"}, {"index": str.upper}):
+            yield lambda names=names: left.rename_axis(
+                **names if isinstance(names, dict) else {"mapper": names}
+            )
+        yield lambda: left.key.rename_axis("other")
+        yield lambda: left[few].set_index("key").rename_axis(index="other").reset_index()
+        yield lambda: left[[]].rename_axis("other")
     for by in ("key", ["name", "when"]):
         yield lambda by=by: left.shuffle(by).optimize(fuse=False)
         yield lambda by=by: left[few].shuffle(by, ignore_index=True).optimize(fuse=False)
