@@ -25,8 +25,8 @@ from dask_gpurt.frames import first_uses
 
 #: What a read of Parquet files has for its most frequent types, by the names of columns.
 DTYPES = {
-    "i": "int64", "j": "int64", "k": "int32", "f": "float64", "g": "float64", "s": "string[pyarrow]",
-    "r": "string[pyarrow]", "t": "datetime64[us]", "n": "datetime64[ns]", "b": "bool",
+    "i": "int64", "j": "int64", "k": "int32", "f": "float64", "g": "float64", "s": "str", "r": "str",
+    "t": "datetime64[us]", "n": "datetime64[ns]", "b": "bool",
 }  # fmt: skip
 
 COMPARISONS = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
@@ -78,6 +78,9 @@ def questions(frame: Any) -> Iterator[Callable[[], Any]]:
         lambda: rows.merge(other, left_on=["i", "s"], right_on=["J", "R"]),
         lambda: rows.merge(alike, on="i", how="leftsemi"),
         lambda: rows.sort_values("f", ascending=False).head(5, compute=False).simplify().dtypes,
+        lambda: rows.sort_values(["f", "t"]).head(5, compute=False).simplify().dtypes,
+        lambda: rows.sort_values(["i", "s"]).head(5, compute=False).simplify().dtypes,
+        lambda: rows.shuffle("i").optimize(fuse=False).dtypes,
         lambda: rows.assign(year=rows.t.dt.year, new=rows.n, small=rows.k),
         lambda: rows[(rows.f > rows.g) & ~rows.b][["f"]].drop_duplicates(),
         lambda: (rows.f.sum(), rows.i.max(), rows.f.mean(), rows.f + 1, rows.f * 2, rows.f + rows.g),

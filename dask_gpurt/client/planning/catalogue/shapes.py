@@ -298,6 +298,11 @@ def _is_frame(rows: Schema | None) -> TypeGuard[Schema]:
     return rows is not None and rows.is_frame
 
 
+def _has_na(dtype: Any) -> bool:
+    """Return whether this is the dtype of text in which pd.NA stands for no value."""
+    return isinstance(dtype, pd.StringDtype) and dtype.na_value is pd.NA
+
+
 def _are_labels(names: Sequence[Any]) -> bool:
     return all(type(name) is str for name in names) and len({*names}) == len(names)
 
@@ -308,16 +313,18 @@ def first_rows(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     keys = by if isinstance(by, list) else [by]
     if not (_is_frame(frame) and _are_labels(frame.labels) and _are_labels(keys)):
         return asked(expr, of, library)
-    if type(expr) is not _reductions.NFirst and frame.frames is not pd.DataFrame:
-        return asked(expr, of, library)  # cudf gives text another dtype
+    if frame.frames is not pd.DataFrame and any(map(_has_na, frame.dtypes)):
+        return asked(expr, of, library)  # where cudf sorts, it gives such text another dtype
     if not keys or not {*keys} <= {*frame.labels} or {*keys} & {*frame.index.value.names}:
         return asked(expr, of, library)  # a name of a column and of a level is ambiguous
     names = [f"k{number}" for number in range(len(keys))]
     bare = frame._replace(labels=tuple(names), columns=tuple(map(frame.at, keys)))
-    count = expr.operand("n")
+    count, rest = expr.operand("n"), expr.operands[3:]
     if type(expr) is _reductions.NFirst and type(count) is int and count > 1:
         count = 2  # as many rows as Dask's example has
-    found = library.ask(type(expr), [bare, count, names, *expr.operands[3:]])
+        if type(rest[0]) is bool or [*map(type, rest[0] or ())] == [bool] * len(keys):
+            rest = [True]  # in whichever order
+    found = library.ask(type(expr), [bare, count, names, *rest])
     return _like(frame, found, bare.labels, bare.columns)
 
 
