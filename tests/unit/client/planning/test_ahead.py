@@ -25,11 +25,16 @@ EXPECTED_S = 30.0
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Register a library for GPUs, whose frames are those of pandas, and which this process has imported."""
     module: Any = ModuleType("toy")
-    module.from_pandas = lambda frame: frame
+    module.from_pandas = with_text_of_files
     monkeypatch.setitem(LIBRARIES, "toy", FrameLibrary("cuda", "toy.backend", "Table"))
     monkeypatch.setitem(sys.modules, "toy", module)
     yield module
     wait_for_threads()
+
+
+def with_text_of_files(frame: pd.DataFrame) -> pd.DataFrame:
+    """Give text the dtype that it has in files that are read."""
+    return frame.astype({label: "string[pyarrow]" for label in frame if frame[label].dtype == "str"})
 
 
 def wait_for_threads() -> None:
