@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import wraps
 from random import Random
 from typing import Any
-from unittest import mock
 
-from dask_gpurt.placement import links
-
-#: Bytes per second of a slow link.
-SLOW = 1e8
 #: Methods of devices that allocate memory and may raise MemoryError; not every device has all of them.
 ALLOCATING = ("land", "from_host", "gather", "gather_all", "empty")
 
@@ -72,10 +66,3 @@ def allocations(exchange: Any) -> Iterator[tuple[Any, str]]:
     """Yield the methods that allocate memory on the devices of an exchange, for :class:`FailingCalls`."""
     for device in exchange.pools.devices.values():
         yield from ((device, name) for name in ALLOCATING if hasattr(device, name))
-
-
-@contextmanager
-def differing_links() -> Iterator[None]:
-    """Have the schedulers of this process reckon with links, as if those between hosts were slow."""
-    with mock.patch.object(links.SlowLinks, "_speed", return_value=SLOW):
-        yield

@@ -4,9 +4,8 @@
 
 Each query reads two tables, maps each partition and reduces the results; reads and maps are one task each, as
 in Dask's plans, or, with ``--apart``, two. A worker keeps what it has read. The modes: ``off`` keeps nothing,
-``kept`` lets Dask choose, ``reads`` sends reads where their files were read, and with ``gpurt``, the default,
-Dask also reckons with slow links between hosts. Each run is simulated twice, the second time with the CPU
-time that the scheduler took in the first.
+``kept`` lets Dask choose, and ``reads``, as by default, sends reads where their files were read. Each run is
+simulated twice, the second time with the CPU time that the scheduler took in the first.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from benchmarks.common.commandline import split_list, write
-from benchmarks.placement.makespans import _seeds
 from benchmarks.simulate import Simulation, Work, Workload, build_cluster
-from benchmarks.simulate.placements import charged, reckon_with_links
+from benchmarks.simulate.sides import charged
 from benchmarks.simulate.worker import TieredWorker
 from benchmarks.simulate.workloads import MIN_TASK_S, READ_BANDWIDTH, Graph, Scale, _reduce, varied
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.placement.reads import ReadPlaces
+from dask_gpurt.scheduler.read_places import ReadPlaces
 
 #: Bytes per second that a worker gets from the store, and the ratio of rows in memory and in files.
 STORE_BANDWIDTH, COMPRESSION = 2e8, 3
@@ -43,7 +41,7 @@ SELECTED = 20
 QUERIES = 5
 #: Shares of all memory that the tables take, decoded.
 TABLES = {"facts": 0.2, "others": 0.05}
-MODES = ("off", "kept", "reads", "gpurt")
+MODES = ("off", "kept", "reads")
 #: Reads files, as Dask's tasks do.
 READER: Any = object.__new__(ParquetFunctionWrapper)
 READER.fs, READER._columns = SimpleNamespace(), None
@@ -135,17 +133,10 @@ def _raise(name: str, reason: str) -> None:
     raise RuntimeError(f"{name}: {reason}")
 
 
-def bind_both(simulation: Simulation) -> None:
-    """Have reads go where they were done last, and Dask reckon with slow links between hosts."""
-    bind_reads(simulation)
-    reckon_with_links(simulation)
-
-
 BINDS: dict[str, Callable[[Simulation], object] | None] = {
     "off": None,
     "kept": None,
     "reads": bind_reads,
-    "gpurt": bind_both,
 }
 
 
@@ -178,6 +169,11 @@ def run(shape: str, workers: int, seed: int, mode: str, apart: bool) -> dict[str
         "decision_us": round(first.result.decision_us, 1),
         "scheduler_us": round(first.result.scheduler_us, 1),
     }
+
+
+def _seeds(_: Any, __: Any, text: str) -> Sequence[int]:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 @click.command(help=__doc__.partition("\n")[0])

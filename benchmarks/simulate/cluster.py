@@ -54,12 +54,9 @@ class Cluster:
     Parameters
     ----------
     speeds
-        True speeds by class of link; missing classes have the shipped speeds.
-    believed
-        Speeds that placement expects until it has learnt from transfers; missing classes have the shipped
-        speeds. None if it expects the true speeds.
+        Speeds by class of link; missing classes have the shipped speeds.
     between
-        True speeds of TCP from each host to each other; none if all have that of the class.
+        Speeds of TCP from each host to each other; none if all have that of the class.
     racks
         The rack of each host, if there are racks.
     uplink
@@ -69,7 +66,6 @@ class Cluster:
     name: str
     machines: Sequence[Machine]
     speeds: Mapping[Link | TierLink, Speed] = field(default_factory=dict)
-    believed: Mapping[Link | TierLink, Speed] | None = None
     between: Mapping[tuple[str, str], Speed] = field(default_factory=dict)
     racks: Mapping[str, str] = field(default_factory=dict)
     uplink: float = float("inf")
@@ -80,15 +76,8 @@ class Cluster:
         return sum(machine.capacity.live for machine in self.machines)
 
     def topology(self) -> Topology:
-        """Return a topology with the true speeds of links, without workers."""
-        return self._described(self.speeds)
-
-    def belief(self) -> Topology:
-        """Return a topology with the speeds that placement expects, without workers."""
-        return self._described(self.speeds if self.believed is None else self.believed)
-
-    def _described(self, speeds: Mapping[Link | TierLink, Speed]) -> Topology:
-        topology, joined = Topology({**TIER_SPEEDS, **speeds}), defaultdict[str, list[str]](list)
+        """Return a topology without workers."""
+        topology, joined = Topology({**TIER_SPEEDS, **self.speeds}), defaultdict[str, list[str]](list)
         for machine in self.machines:
             if machine.nvlink and machine.place.device is not None:
                 joined[machine.place.host].append(machine.place.device)
@@ -97,14 +86,14 @@ class Cluster:
         return topology
 
     def drawn(self, rng: random.Random) -> Cluster:
-        """Return this cluster with other true speeds of links, unknown to placement."""
+        """Return this cluster with other speeds of links."""
         speeds = {
             link: Speed(
                 speed.bandwidth * rng.lognormvariate(0, SPREAD), speed.latency * rng.lognormvariate(0, SPREAD)
             )
             for link, speed in {**SHIPPED, **TIER_SPEEDS, **self.speeds}.items()
         }
-        return replace(self, speeds=speeds, believed=self.speeds)
+        return replace(self, speeds=speeds)
 
 
 def address(index: int, machine: Machine) -> Name:
@@ -180,7 +169,7 @@ def build_cluster(shape: str, workers: int | None = None, *, seed: int | None = 
     workers
         Number of workers; by default that of the shape.
     seed
-        Seed of the true speeds of links, see :meth:`Cluster.drawn`; without one, they are the shipped ones.
+        Seed of the speeds of links, see :meth:`Cluster.drawn`; without one, they are the shipped ones.
 
     Raises
     ------

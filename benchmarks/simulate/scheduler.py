@@ -67,10 +67,6 @@ def _stand_in(**attributes: Any) -> Any:
     return SimpleNamespace(**attributes)
 
 
-def _nothing() -> None:
-    """Do nothing after a heartbeat."""
-
-
 def _metrics(memory: int, spilled: int) -> dict[str, Any]:
     """Return the metrics of a worker's heartbeat that the scheduler uses."""
     return {"memory": memory, "spilled_bytes": {"memory": spilled, "disk": spilled}}
@@ -101,16 +97,12 @@ class VirtualScheduler(Scheduler):
         self._clock = clock
         self._cost = cost
         self._decision = decision
-        #: The instance attributes that timed methods replace; None for methods of the class.
-        self._untimed: dict[str, Callable[..., Any] | None] = {}
         self._free_at = 0.0
         #: Virtual seconds of the decisions for the current message so far, and the time at which the
         #: decisions for the last message are complete.
         self.decided_s = 0.0
         self._decided_at = 0.0
         self.messages = 0
-        #: Called after each heartbeat.
-        self.beating: Callable[[], object] = _nothing
         self.busy = Stopwatch()
         self.deciding = Stopwatch()
         self._stand_ins(report)
@@ -161,22 +153,7 @@ class VirtualScheduler(Scheduler):
     def time_decisions(self) -> None:
         """Time each choice of a worker, including overrides bound so far."""
         for name in DECISIONS:
-            self._untimed[name] = vars(self).get(name)
             setattr(self, name, self._charged(self.deciding.around(getattr(self, name))))
-
-    @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Remove the timing during the body, so that overrides find the original methods."""
-        timed = bool(self._untimed)
-        while self._untimed:
-            name, before = self._untimed.popitem()
-            if before is None:
-                delattr(self, name)
-            else:
-                setattr(self, name, before)
-        yield
-        if timed:
-            self.time_decisions()
 
     def _charged(self, decide: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a choice of a worker so that it takes virtual time."""
@@ -266,7 +243,6 @@ class VirtualScheduler(Scheduler):
             if ts := self.tasks.get(key):
                 ts.prefix.add_exec_time(seconds)
         ws.metrics = _metrics(ws.nbytes - spilled, spilled)
-        self.beating()
 
     @property
     def heartbeat_interval(self) -> float:

@@ -66,10 +66,7 @@ class Simulation:
         self.overheads = overheads or Overheads()
         self._worker = worker
         self.clock = Clock()
-        #: The true links. Placement gets its own topology, since it may learn other speeds.
         self.topology = cluster.topology()
-        #: Called with each completed transfer.
-        self.transferred: Callable[[Transfer], object] = _nothing
         #: Bytes moved between workers, by class of link, and those between hosts.
         self._moved: Counter[str] = Counter()
         self._between_hosts = 0
@@ -206,7 +203,6 @@ class Simulation:
         self._moved[transfer.link.value] += transfer.nbytes
         if here.host != there.host:
             self._between_hosts += transfer.nbytes
-        self.transferred(transfer)
 
     # ---- joining workers ----------------------------------------------------------------
 
@@ -251,10 +247,6 @@ def _too_large(works: Mapping[str, Work], largest: int) -> int:
         for work in works.values()
     )
     return sum(nbytes > largest for nbytes in needed)
-
-
-def _nothing(_: Transfer) -> None:
-    """Ignore a completed transfer."""
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Overheads:
     """Set the overheads of Dask itself, in seconds.
 
     The defaults have the order of magnitude that Dask's documentation gives: about a millisecond per task.
-    ``benchmarks.placement.simulator`` measures them.
+    ``benchmarks.simulate.accuracy`` measures them.
 
     Parameters
     ----------

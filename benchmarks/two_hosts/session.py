@@ -6,8 +6,7 @@ The hosts, and that of the store, are on one switch. Each side is a cluster of i
 
 - ``off``: nothing stays, and Dask chooses the workers,
 - ``kept``: what was read stays, and Dask chooses,
-- ``reads``: reads go where their files stay,
-- ``all``: and Dask reckons with slow links (``gpurt.placement.enabled``).
+- ``reads``: reads go where their files stay.
 
 Sides take turns, in an order that alternates. Each begins a session with nothing kept, and runs the queries
 once or several times (``--passes``). Bytes and CPU seconds hardly depend on what else runs on the machine.
@@ -45,7 +44,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "off": {"gpurt.cache": "off"},
     "kept": {},
     "reads": {},
-    "all": {"gpurt.placement.enabled": True},
 }
 STORE_PORT = 9000
 WHAT = (

@@ -36,7 +36,6 @@ from dask_gpurt.overlap.interposer import library
 SEAM_STATES: Mapping[str, str] = {
     dask_hooks.State.KNOWN: "work as the runtime expects",
     dask_hooks.State.DIFFERS: "differ",
-    dask_hooks.State.UNUSED: "are not needed with these settings",
 }
 
 
@@ -187,7 +186,7 @@ def examine(client: Client | None = None) -> dict[str, Any]:
         "notes": list(notes(installed, cluster)),
         "settings": settings,
         "versions": installed,
-        "seams": [row._asdict() for row in dask_hooks.table(_unused_parts())],
+        "seams": [row._asdict() for row in dask_hooks.table()],
         "machine": machine,
         "cluster": cluster,
     }
@@ -208,13 +207,6 @@ def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool | 
     if runs and takeover and method in (None, "gpurt", "p2p"):
         return "by p2p, which the runtime takes over"
     return f"by Dask's own {'default' if method in (None, 'gpurt') else method}"
-
-
-def _unused_parts() -> tuple[dask_hooks.SeamGroup, ...]:
-    """Return the parts of Dask that are not needed with the current settings."""
-    if config.problems() or config.load().placement.enabled:
-        return ()
-    return dask_hooks.CHOICES
 
 
 # ---- this machine --------------------------------------------------------------------

@@ -98,13 +98,6 @@ class OverlapSettings:
 
 
 @dataclass(frozen=True)
-class PlacementSettings:
-    """Configure the choice of a worker for each task, where links differ."""
-
-    enabled: bool = _setting(values.boolean)
-
-
-@dataclass(frozen=True)
 class PlanningSettings:
     """Configure planning on a client."""
 
@@ -129,7 +122,6 @@ class Settings:
     compute: ComputeSettings = _section(ComputeSettings)
     reads: ReadSettings = _section(ReadSettings)
     overlap: OverlapSettings = _section(OverlapSettings)
-    placement: PlacementSettings = _section(PlacementSettings)
     planning: PlanningSettings = _section(PlanningSettings)
 
 

@@ -7,11 +7,10 @@ directly: import them only after :func:`require`.
 
 from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup, UnsupportedError, differences
 from dask_gpurt.dask_hooks.patch import PatchOrderError, PatchSet, guarded
-from dask_gpurt.dask_hooks.seams import CHOICES, EXPRESSIONS, PARTS, PLANNING, READS, REQUIRED
+from dask_gpurt.dask_hooks.seams import EXPRESSIONS, PARTS, PLANNING, READS, REQUIRED
 from dask_gpurt.dask_hooks.support import NEWEST, OLDEST, Row, State, require, table, why_unsupported
 
 __all__ = [
-    "CHOICES",
     "EXPRESSIONS",
     "NEWEST",
     "OLDEST",

@@ -364,12 +364,6 @@ RESULTS = SeamGroup(
     ),
     without="barriers and outputs of shuffles fetch the results that they need",
 )
-#: The choice of the worker that runs a root task, from the queue.
-ROOT_TASKS = SeamGroup(
-    "root tasks",
-    (Seam(_STATE + "decide_worker_rootish_queuing_enabled", "self"),),
-    without="neighbouring root tasks run on any hosts, however slow the links between these are",
-)
 #: The choices of the scheduler that send reads to where their files are cached.
 READ_PLACES = SeamGroup(
     "places of reads",
@@ -434,8 +428,6 @@ DASHBOARD = SeamGroup(
 
 #: The groups that every process of a cluster needs. All check all of them, to come to the same verdict.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER, EXPRESSIONS)
-#: The groups that are needed only if Dask's choices are replaced.
-CHOICES = (ROOT_TASKS, READ_PLACES)
 PARTS = (
     *REQUIRED,
     READS,
@@ -450,5 +442,5 @@ PARTS = (
     RECONNECTING,
     NANNY,
     HTTP,
-    *CHOICES,
+    READ_PLACES,
 )

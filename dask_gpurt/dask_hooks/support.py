@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from importlib.metadata import version
 from typing import NamedTuple
@@ -20,7 +20,6 @@ class State(StrEnum):
 
     KNOWN = "as known"
     DIFFERS = "differs"
-    UNUSED = "not used"
 
 
 class Row(NamedTuple):
@@ -33,19 +32,16 @@ class Row(NamedTuple):
     difference: str
 
 
-def table(unused: Collection[SeamGroup] = ()) -> list[Row]:
-    """Compare all seams with the installed Dask.
-
-    ``unused``: parts that are not needed with the present settings; they are not compared.
-    """
-    return [row for part in PARTS for row in _rows(part, part in unused)]
+def table() -> list[Row]:
+    """Compare all seams with the installed Dask."""
+    return [row for part in PARTS for row in _rows(part)]
 
 
-def _rows(part: SeamGroup, unused: bool) -> Iterator[Row]:
+def _rows(part: SeamGroup) -> Iterator[Row]:
     for seam in part.seams:
-        found = None if unused else seam.difference()
+        found = seam.difference()
         if found is None:
-            yield Row(part.name, seam.short, State.UNUSED if unused else State.KNOWN, "")
+            yield Row(part.name, seam.short, State.KNOWN, "")
         else:
             yield Row(part.name, seam.short, State.DIFFERS, f"{found}: {part.without or 'it stays off'}")
 

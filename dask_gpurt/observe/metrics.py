@@ -273,12 +273,6 @@ METRICS: Mapping[str, Metric] = {
             "thread time spent waiting for a turn to compute, after a read or write or before a task began",
             Unit.SECONDS,
         ),
-        # ---- placement
-        _counter(
-            "placement.engaged",
-            "times that Dask began to reckon with slow links between hosts",
-            on=Server.SCHEDULER,
-        ),
         # ---- planning
         _counter(
             "planning.expressions.{outcome}",

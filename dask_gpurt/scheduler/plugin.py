@@ -18,15 +18,12 @@ from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
-from dask_gpurt.dask_hooks.patch import Method
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.counting import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
-from dask_gpurt.placement.links import SlowLinks
-from dask_gpurt.placement.reads import ReadPlaces
 from dask_gpurt.protocol import (
     CLIENTS_TOPIC,
     CLUSTER_REPORT_HANDLER,
@@ -55,6 +52,7 @@ from dask_gpurt.protocol import (
 )
 from dask_gpurt.scheduler.clients import Clients
 from dask_gpurt.scheduler.queries import Computations
+from dask_gpurt.scheduler.read_places import ReadPlaces
 from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTopology, SchedulerTracing
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.switching import Switch, Workers
@@ -76,7 +74,7 @@ FIRST_REPORT_TIMEOUT_S = 2.0
 class GpurtSchedulerPlugin(SchedulerPlugin):
     """Switch the runtime on for a cluster, including workers that join later.
 
-    Parts are switched on in the order listeners, placement, workers, shuffles, so that no shuffle reaches a
+    Parts are switched on in the order listeners, workers, shuffles, so that no shuffle reaches a
     worker without the runtime. Each part pushes a callback that switches it off. The callbacks run in reverse
     order, all of them even if one fails.
 
@@ -127,8 +125,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._register(STARTING)
             self._undo.callback(self._unregister, STARTING)
             self.clients.begin()
-            if self.settings.placement.enabled:
-                self._reckon_with_links()
             if self.settings.cache != 0:
                 self._undo.callback(self.read_places.unbind)
             self._undo.callback(self.workers.silent.close)
@@ -160,9 +156,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.computations = Computations(self.scheduler, self.began)
         self.cluster_memory = ClusterMemory()
         self._memory_reported = asyncio.Event()
-        self.places = SchedulerTopology(self.scheduler, self._placed)
+        self.places = SchedulerTopology(self.scheduler)
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
-        self.slow_links: SlowLinks | None = None
         self.read_places = ReadPlaces(
             self.scheduler,
             self.cluster_memory.has_cached,
@@ -281,30 +276,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.reports.remove(worker)
         self.workers.remove(worker)
         self.places.topology.remove(worker)
-        self._placed(worker)
 
-    # ---- placement -----------------------------------------------------------------------
-
-    def _reckon_with_links(self) -> None:
-        """Have Dask reckon with slow links between hosts, each time that it has updated its own estimate."""
-        links = self.slow_links = SlowLinks(self.scheduler, self.places.topology, self.metrics)
-        self._undo.callback(links.unbind)
-
-        def beating(heartbeat: Method) -> Method:
-            def beat(*args: Any, **kwargs: Any) -> Any:
-                answer = heartbeat(*args, **kwargs)
-                links.on_heartbeat()
-                return answer
-
-            return beat
-
-        patches = dask_hooks.PatchSet()
-        patches.put_item(self.scheduler.handlers, "heartbeat_worker", beating)
-        self._undo.callback(patches.restore)
-
-    def _placed(self, worker: str) -> None:
-        if self.slow_links is not None:
-            self.slow_links.on_places_changed()
+    # ---- tasks ---------------------------------------------------------------------------
 
     def update_graph(self, scheduler: SchedulerServer, *, client: str, tasks: list[Key], **_: Any) -> None:
         self.clients.computes(client, tasks)

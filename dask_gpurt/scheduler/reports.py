@@ -266,14 +266,10 @@ Transfers = Sequence[tuple[str, str, int, float, int]]
 
 
 class SchedulerTopology:
-    """Keep a :class:`Topology` in step with the workers of a scheduler.
+    """Keep a :class:`Topology` in step with the workers of a scheduler."""
 
-    ``moved``: called with a worker that has reported its place.
-    """
-
-    def __init__(self, scheduler: SchedulerServer, moved: Callable[[str], None]):
+    def __init__(self, scheduler: SchedulerServer):
         self._scheduler = scheduler
-        self._moved = moved
         self.topology = Topology()
         #: Called with a worker and its transfers, whichever link they took.
         self.listeners: list[Callable[[str, Transfers], None]] = []
@@ -288,7 +284,6 @@ class SchedulerTopology:
             if joins:  # none where NVML has failed for this worker
                 found = {frozenset((one, other)): Link(link) for one, other, link in joins}
                 self.topology.describe(reported.host, found)
-            self._moved(worker)
 
     # ---- speeds of links ---------------------------------------------------------------
 

@@ -43,7 +43,7 @@ async def test_the_page_of_a_process_has_its_scheduler_and_tells_its_workers_apa
     for server in (scheduler, a, b):
         shown = await page(server)
         assert shown["dask_scheduler_gpurt_workers_ready"] == {"": 2}
-        assert shown["dask_scheduler_gpurt_placement_engaged_total"] == {"": 0}
+        assert shown["dask_scheduler_gpurt_shuffle_workers_silent_total"] == {"": 0}
         assert shown["dask_worker_gpurt_shuffle_rows_total"] == {a.address: 5, b.address: 0}
     await dask_gpurt.disable(client)
     assert await page(scheduler) == {}

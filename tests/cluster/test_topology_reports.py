@@ -114,7 +114,7 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
     class Scheduler:
         workers: dict[str, Any] = {}
 
-    picture = SchedulerTopology(Scheduler(), lambda worker: None)
+    picture = SchedulerTopology(Scheduler())
     picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # their places are unknown
     for worker in "xy":
         picture.topology.add(worker, Place(f"host of {worker}"))

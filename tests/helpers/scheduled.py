@@ -46,7 +46,6 @@ from benchmarks.simulate.worker import EVENTS
 from dask_gpurt import config
 from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.observe import Metrics
-from dask_gpurt.placement.reads import ReadPlaces
 from dask_gpurt.protocol import (
     ACCEPTED_OP,
     CONFIRM_RESULTS_OP,
@@ -58,6 +57,7 @@ from dask_gpurt.protocol import (
     SEND_RESULTS_OP,
 )
 from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
+from dask_gpurt.scheduler.read_places import ReadPlaces
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.switching import Workers
@@ -285,7 +285,6 @@ class _SchedulerRuntime(GpurtSchedulerPlugin):
 
     def __init__(self, scheduler: Any, settings: config.Settings):
         self.scheduler, self.settings, self.metrics = scheduler, settings, Metrics()
-        self.slow_links = None
         self.read_places = ReadPlaces(
             scheduler, lambda worker, local: False, lambda: False, lambda name, why: None
         )

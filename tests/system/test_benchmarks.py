@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks.exchange.legs import combine
-from benchmarks.two_hosts.hosts import UnsupportedError, require
 
 ROOT = Path(__file__).parents[2]
 PANDAS = "--backend pandas"
@@ -23,24 +22,16 @@ PROGRAMS = {
     "overlap.reading": ("--files 4 --rows 1000 --rounds 1 --rate 1MiB", "runs"),
     "shuffle": (f"--size 4MiB --partitions 4 --workers 2 {PANDAS} --repeat 1", "runs"),
     "skew": (f"--rows 5000 --workers 2 --partitions 3 --repeat 2 {PANDAS} --cells hot", "runs"),
-    "two_hosts": ("--hosts 2 --pairs 2 --links 1 --workloads uneven-reuse --scale 0.1", "cells"),
 }
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_runs(name: str, tmp_path: Path) -> None:
-    if name == "two_hosts":
-        try:
-            require()
-        except UnsupportedError as error:
-            pytest.skip(str(error))
     arguments, holds = PROGRAMS[name]
     output = tmp_path / "results.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", *shlex.split(arguments), "--json", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    if "the kernel forbids hosts" in done.stderr:
-        pytest.skip("the kernel forbids hosts on one machine")
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads(output.read_text())
     assert results[holds]

@@ -8,7 +8,7 @@ import pytest
 from distributed.scheduler import SchedulerState
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 
-from dask_gpurt.dask_hooks import CHOICES, PARTS, Seam, State, differences, table
+from dask_gpurt.dask_hooks import PARTS, Seam, State, differences, table
 from dask_gpurt.dask_hooks.comparison import hash_of_body
 
 #: All assumptions about Dask.
@@ -76,6 +76,3 @@ def test_the_table_has_a_state_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.difference.endswith(
         "expected (self, ts, ws): reads go to any worker, whatever it has kept of their files"
     )
-    states = {row.name: row.state for row in table(unused=CHOICES)}
-    assert states["SchedulerState.get_comm_cost"] == State.UNUSED
-    assert states["Worker.execute"] == State.KNOWN

@@ -234,7 +234,7 @@ def test_finer_labels_are_for_prometheus_and_reports_sum_over_them() -> None:
     ("name", "server", "namespace", "family"),
     [
         ("shuffle.rows", Server.WORKER, "dask", "dask_worker_gpurt_shuffle_rows_total"),
-        ("placement.engaged", Server.SCHEDULER, "", "scheduler_gpurt_placement_engaged_total"),
+        ("shuffle.workers.silent", Server.SCHEDULER, "", "scheduler_gpurt_shuffle_workers_silent_total"),
         ("memory.{tier}.peak", Server.WORKER, "here", "here_worker_gpurt_memory_peak_bytes"),
     ],
 )
@@ -256,14 +256,14 @@ class ServerOfNoPage:
 
 def test_a_server_shows_its_counters_from_the_start_until_it_is_taken_away() -> None:
     metrics = Metrics()
-    metrics.add("placement.engaged", 2)
+    metrics.add("shuffle.workers.silent", 2)
     metrics.fallback(Fallback.PLACEMENT, "a reason", "is_rootish")
     take_away = prometheus.register(
         ServerOfNoPage(), Server.SCHEDULER, metrics, lambda: [("workers.ready", (), 3)]
     )
     value = REGISTRY.get_sample_value
     try:
-        assert value("dask_scheduler_gpurt_placement_engaged_total") == 2
+        assert value("dask_scheduler_gpurt_shuffle_workers_silent_total") == 2
         assert value("dask_scheduler_gpurt_shuffle_runs_total") == 0
         assert value("dask_scheduler_gpurt_workers_ready") == 3
         assert value("dask_scheduler_gpurt_fallbacks_total", {"fallback": "placement.is_rootish"}) == 1

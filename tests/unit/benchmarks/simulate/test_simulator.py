@@ -23,14 +23,13 @@ from benchmarks.simulate import (
     build_workload,
 )
 from benchmarks.simulate.clock import Name
-from benchmarks.simulate.placements import PLACEMENTS, simulate
+from benchmarks.simulate.sides import SIDES, simulate
 from benchmarks.simulate.workloads import Scale
 from tests.helpers.clusters_of_machines import NO_OVERHEADS, SPEED, machines, on_one_host
-from tests.helpers.nightly import only_by_day
 
 MB = 10**6
 
-each_placement = pytest.mark.parametrize("placement", only_by_day(PLACEMENTS, ("stock", "gpurt")))
+each_side = pytest.mark.parametrize("side", SIDES)
 
 
 def work(name: str, *needs: Work, seconds: float = 1.0, nbytes: int = 0) -> Work:
@@ -177,13 +176,11 @@ def critical_path(works: Sequence[Work]) -> float:
     return max(ends.values())
 
 
-@each_placement
+@each_side
 @given(works=graphs(), workers=st.integers(1, 6), per_host=st.integers(1, 4))
-def test_no_graph_is_faster_than_it_can_be(
-    placement: str, works: list[Work], workers: int, per_host: int
-) -> None:
+def test_no_graph_is_faster_than_it_can_be(side: str, works: list[Work], workers: int, per_host: int) -> None:
     cluster = Cluster("any", machines(workers, per_host=per_host))
-    done = simulate(cluster, workload(*works), placement, overheads=NO_OVERHEADS)
+    done = simulate(cluster, workload(*works), side, overheads=NO_OVERHEADS)
     assert done.result.makespan >= critical_path(works) * (1 - 1e-9)
     assert done.result.makespan >= sum(one.seconds for one in works) / workers * (1 - 1e-9)
     assert done.runs == {one.key: 1 for one in works}
@@ -191,11 +188,11 @@ def test_no_graph_is_faster_than_it_can_be(
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-@each_placement
-def test_each_task_of_a_workload_runs_once(name: str, placement: str) -> None:
+@each_side
+def test_each_task_of_a_workload_runs_once(name: str, side: str) -> None:
     cluster = build_cluster("mixed", 8)
     built = build_workload(name, cluster, partitions=8)
-    done = simulate(cluster, built, placement)
+    done = simulate(cluster, built, side)
     assert done.runs == dict.fromkeys(built.works, 1)
     assert sum(done.result.bytes.values()) >= done.result.between_hosts
     assert done.result.fallbacks == 0

@@ -3,7 +3,7 @@
 Tasks make a result of their size and sleep for the rest of their time; results go over the loopback. Its
 speed and the overhead of a task are measured first, and are all that the simulator knows of this machine.
 
-    python -m benchmarks.placement.simulator --json simulator-2cpu.json
+    python -m benchmarks.simulate.accuracy --json simulator-2cpu.json
 """
 
 from __future__ import annotations

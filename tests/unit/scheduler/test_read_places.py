@@ -14,13 +14,11 @@ import pytest
 from dask._task_spec import Task, TaskRef
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 
-from benchmarks.placement.decisions import BareState, topology_of
 from dask_gpurt.dask_hooks.parquet_files import pieces_read
 from dask_gpurt.memory.ledger import CACHED, ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.observe import Metrics
-from dask_gpurt.placement.links import SlowLinks
-from dask_gpurt.placement.reads import ReadPlaces
+from dask_gpurt.scheduler.read_places import ReadPlaces
+from tests.helpers.bare_scheduler import BareState
 
 
 @pytest.mark.parametrize("way", ["fsspec", "arrow", "arrow, pickled"])
@@ -61,12 +59,9 @@ def test_workers_with_a_gpu_keep_local_files_and_all_keep_remote_ones() -> None:
     assert not memory.has_cached("gpu", local=True)
 
 
-def test_reads_go_to_their_files_also_while_links_between_hosts_are_slow() -> None:
+def test_reads_go_to_their_files_in_any_order() -> None:
     state = BareState(16)
     places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
-    links = SlowLinks(state, topology_of(state), Metrics())
-    links.on_places_changed()
-    assert links.is_on
     places.bind()
     found = []
     for query in range(3):

@@ -1,1 +1,0 @@
-"""Time placement: its decisions, real clusters, and the simulator's accuracy."""

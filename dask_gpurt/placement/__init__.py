@@ -1,1 +1,0 @@
-"""Choose the worker of each task."""
