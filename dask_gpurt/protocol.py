@@ -82,9 +82,7 @@ REFUSED_OP = "gpurt-refused"
 LOST_KEYS_OP = "gpurt-lost"
 #: Bytes of each tier.
 MEMORY_OP = "gpurt-memory"
-#: ``place, joins``: where on its host a worker runs, and the links between GPUs of that host.
-PLACE_OP = "gpurt-place"
-#: ``totals``: tuples of peer, path, bytes, seconds, transfers.
+#: ``totals``: tuples of peer, path, bytes, seconds.
 TRAFFIC_OP = "gpurt-traffic"
 #: ``id, run_id, epoch``: a barrier has sealed its run.
 SEALED_OP = "gpurt-sealed"

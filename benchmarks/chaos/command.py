@@ -20,7 +20,8 @@ from benchmarks.chaos.cluster import PATIENCE_S, start_cluster
 from benchmarks.chaos.faults import CHECKS_THE_CHECKER, Site
 from benchmarks.chaos.report import NEVER, Ending
 from dask_gpurt.cli import INTERRUPTED
-from dask_gpurt.cli.cluster import choose_backend, connected, visible_gpus
+from dask_gpurt.cli.cluster import choose_backend, connected
+from dask_gpurt.device.discover import gpu_count
 
 #: Default number of processes on the host: one more than a pair.
 WORKERS = 3
@@ -127,7 +128,7 @@ def chaos(
         for number in range(steps or 1):
             click.echo(plan.step(number))
         return
-    count = workers or (visible_gpus() if backend == "cudf" else WORKERS)
+    count = workers or (gpu_count() if backend == "cudf" else WORKERS)
     dumps.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     # Keep columns of strings distinct from columns of objects.

@@ -36,7 +36,6 @@ from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.observe.metrics import METRICS, combine
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
 from dask_gpurt.protocol import PROGRESS_METRIC
-from dask_gpurt.topology import Place, Topology
 
 PER_HOST, CAPACITY, PREFIXES = 8, 80 << 30, 20
 #: The counters of a worker.
@@ -58,13 +57,13 @@ class Reports:
         self._rng = np.random.default_rng(0)
         addresses = [f"tcp://10.0.{n // 250}.{n % 250}:4000" for n in range(workers)]
         self._ledgers = {address: Ledger(dict.fromkeys(Tier, CAPACITY)) for address in addresses}
-        self._states = {address: SimpleNamespace(name=n, metrics={}) for n, address in enumerate(addresses)}
-        self._memory, topology, self._round = ClusterMemory(), Topology(), 0
-        for number, address in enumerate(addresses):
-            topology.add(address, Place(f"host-{number // PER_HOST}", f"gpu-{number}"))
+        self._states = {
+            address: SimpleNamespace(name=n, host=f"10.0.0.{n // PER_HOST}", metrics={})
+            for n, address in enumerate(addresses)
+        }
+        self._memory, self._round = ClusterMemory(), 0
         self.runtime: Any = SimpleNamespace(
             cluster_memory=self._memory,
-            places=SimpleNamespace(topology=topology),
             scheduler=SimpleNamespace(workers=self._states, tasks={}),
             clients=SimpleNamespace(planned=lambda: 1, unplanned=[]),
             computations=SimpleNamespace(rows=lambda most: [], purpose=lambda outputs, label: label),
@@ -76,7 +75,7 @@ class Reports:
             shuffle = f"{number:032}"
             self.collector.sampler.shuffles.begins(shuffle, number, 0.0, inputs, f"barrier-{number}", outputs)
         for address in addresses:
-            totals = [(peer, "cuda-ipc", 1 << 20, 0.001, 1) for peer in addresses]
+            totals = [(peer, "cuda-ipc", 1 << 20, 0.001) for peer in addresses]
             self.collector.take_traffic(address, totals)
 
     def known(self) -> Mapping[str, Any]:

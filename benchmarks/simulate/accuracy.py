@@ -37,9 +37,9 @@ from benchmarks.simulate import (
     Work,
     Workload,
 )
+from benchmarks.simulate.links import Link, Place, Speed
 from benchmarks.simulate.workloads import Scale
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.topology import Link, Place, Speed
 
 #: Bytes of the transfers that measure the speed.
 PROBE = 40_000_000

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from benchmarks.simulate.clock import Name
+from benchmarks.simulate.links import SHIPPED, Link, Place, Speed, Topology
 from benchmarks.simulate.tiers import TIER_SPEEDS, Capacity, TierLink
-from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9
 #: An 80 GB GPU (H100, A100): its memory up to dask-cuda's spill limit, and an eighth of its host's memory.
@@ -77,13 +77,12 @@ class Cluster:
 
     def topology(self) -> Topology:
         """Return a topology without workers."""
-        topology, joined = Topology({**TIER_SPEEDS, **self.speeds}), defaultdict[str, list[str]](list)
+        joined = defaultdict[str, list[str]](list)
         for machine in self.machines:
             if machine.nvlink and machine.place.device is not None:
                 joined[machine.place.host].append(machine.place.device)
-        for host, devices in joined.items():
-            topology.describe(host, {frozenset(pair): Link.NVLINK for pair in combinations(devices, 2)})
-        return topology
+        nvlinks = {frozenset(pair) for devices in joined.values() for pair in combinations(devices, 2)}
+        return Topology({**TIER_SPEEDS, **self.speeds}, nvlinks)
 
     def drawn(self, rng: random.Random) -> Cluster:
         """Return this cluster with other speeds of links."""

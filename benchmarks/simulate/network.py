@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from benchmarks.simulate.clock import Clock
-from dask_gpurt.topology import Link, Speed, Topology
+from benchmarks.simulate.links import Link, Speed, Topology
 
 #: A port recomputes its shares when more than this fraction of its transfers has started or ended: each time
 #: with up to 16 transfers, less often beyond that, since all transfers of the port have to be updated.

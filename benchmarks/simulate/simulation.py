@@ -216,7 +216,7 @@ class Simulation:
             machine.threads,
             machine.speed,
             machine.capacity,
-            self.topology.learned().__getitem__,
+            self.topology.speeds.__getitem__,
             self,
         )
         self.workers[name] = worker

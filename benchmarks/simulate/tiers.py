@@ -10,9 +10,9 @@ from typing import Any
 
 from dask.typing import Key
 
+from benchmarks.simulate.links import Speed
 from dask_gpurt.memory.spilling import EvictionCandidate, choose
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.topology import Speed
 
 
 class TierLink(StrEnum):

@@ -37,13 +37,13 @@ from distributed.worker_state_machine import (
 )
 
 from benchmarks.simulate.clock import Clock
+from benchmarks.simulate.links import Speed
 from benchmarks.simulate.network import Network
 from benchmarks.simulate.shuffles import VirtualShuffles
 from benchmarks.simulate.tiers import Capacity, RuntimeTiers, TierLink, Tiers
 from benchmarks.simulate.work import Work
 from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, MemoryEstimator, MemoryRequest
 from dask_gpurt.memory.spilling import next_use
-from dask_gpurt.topology import Speed
 
 #: The state machine event for each message of the scheduler.
 EVENTS: Mapping[str, type[StateMachineEvent]] = {

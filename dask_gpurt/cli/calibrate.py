@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.cluster import choose_backend, local_cluster, visible_gpus
+from dask_gpurt.cli.cluster import choose_backend, local_cluster
 from dask_gpurt.cli.environment import installed_versions
 from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.device.discover import gpu_count
 from dask_gpurt.overlap import Caps
 from dask_gpurt.overlap.table import Measurement, OverlapTable, chosen, kernel_caps, write
 
@@ -60,7 +61,7 @@ def calibrate(seconds: float, size: str, protocol: str | None, as_json: bool) ->
     Groupbys, joins, sorts, string operations and arithmetic run beside shuffles, under several caps and
     without. Workers whose "gpurt.overlap.mode" is "calibrated" read the table that this writes.
     """
-    workers = visible_gpus()
+    workers = gpu_count()
     if not workers:
         raise click.ClickException("there is no GPU on this host, so there is nothing to calibrate")
     backend = choose_backend("cudf")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,11 +16,11 @@ import click
 import dask
 from distributed import Client, LocalCluster
 from distributed.deploy.cluster import Cluster
-from distributed.diagnostics import nvml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dask_gpurt.client.addresses import require_scheduler
+from dask_gpurt.device.discover import gpu_count
 
 #: Timeout for closing a connection to a scheduler, in seconds.
 CLOSE_TIMEOUT_S = 2.0
@@ -39,7 +38,7 @@ def choose_backend(backend: str) -> str:
     """Resolve ``auto``: cudf if there are GPUs and the packages for them, else pandas."""
     missing = [name for name in ("dask_cudf", "dask_cuda") if importlib.util.find_spec(name) is None]
     if backend == "auto":
-        return "pandas" if missing or not visible_gpus() else "cudf"
+        return "pandas" if missing or not gpu_count() else "cudf"
     if backend == "cudf" and missing:
         raise click.UsageError(
             f"--backend cudf needs {' and '.join(missing)}: pip install 'dask-gpurt[cuda13]' (or [cuda12])"
@@ -47,19 +46,9 @@ def choose_backend(backend: str) -> str:
     return backend
 
 
-def visible_gpus() -> int:
-    """Return the number of GPUs for a cluster started by this process, as in ``CUDA_VISIBLE_DEVICES``."""
-    there: int = nvml.device_get_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None or not there:
-        return there
-    # Count names, not GPUs: the MIG instances of one GPU may be named separately.
-    return sum(name.strip() not in ("", "-1") for name in named.split(","))
-
-
 def default_workers(backend: str) -> int:
     """Return the default number of workers: two, or one per GPU."""
-    return visible_gpus() if backend == "cudf" else 2
+    return gpu_count() if backend == "cudf" else 2
 
 
 @contextmanager

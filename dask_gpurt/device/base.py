@@ -36,6 +36,15 @@ def wait_for_all(fences: Iterable[Fence]) -> None:
             waiting.callback(fence)
 
 
+def host_id() -> str:
+    """Return an id shared by all processes of one running kernel."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
+
+
 def workers_of_device() -> int:
     """Return the number of workers that share this worker's device, including itself."""
     return int(os.environ.get(COLOCATED, 1))

@@ -38,6 +38,7 @@ from dask_gpurt.device.base import (
     Guard,
     Pinning,
     Streams,
+    host_id,
     wait_for_all,
     workers_of_device,
 )
@@ -74,7 +75,6 @@ from dask_gpurt.device.staging import (
     STAGING_THREADS,
     Staging,
 )
-from dask_gpurt.topology.hosts import host_id
 
 
 class CudaMapping:

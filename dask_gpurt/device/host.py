@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 from dask.utils import format_bytes
 
-from dask_gpurt.device.base import Fence, no_fence
+from dask_gpurt.device.base import Fence, host_id, no_fence
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_SHM,
     Arena,
@@ -40,7 +40,6 @@ from dask_gpurt.device.pool import (
     Ticket,
 )
 from dask_gpurt.device.staging import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
-from dask_gpurt.topology.hosts import host_id
 
 SHM = "/dev/shm"
 #: A pool starts with a header page that has a random token, by which a peer recognises the right file.

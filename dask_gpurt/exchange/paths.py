@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.types import WorkerServer
@@ -165,32 +165,21 @@ def peer_class(me: str, peer: str) -> PeerClass:
     return PeerClass.SAME_HOST if _without_port(peer) == _without_port(me) else PeerClass.OTHER_HOST
 
 
-class TransferTotals(NamedTuple):
-    """Hold the totals of transfers from one peer over one path."""
-
-    peer: str
-    path: str
-    nbytes: int
-    seconds: float
-    transfers: int
-
-
 class Traffic:
     """Total transfers by peer and path. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._totals: dict[tuple[str, str], TransferTotals] = {}
+        #: Bytes and seconds by peer and path.
+        self._totals: dict[tuple[str, str], tuple[int, float]] = {}
 
     def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
         """Add a completed transfer."""
         with self._lock:
             if (peer, path) not in self._totals and len(self._totals) >= MAX_PEERS:
                 return
-            known = self._totals.get((peer, path), TransferTotals(peer, path, 0, 0.0, 0))
-            self._totals[peer, path] = TransferTotals(
-                peer, path, known.nbytes + nbytes, known.seconds + seconds, known.transfers + 1
-            )
+            before, took = self._totals.get((peer, path), (0, 0.0))
+            self._totals[peer, path] = before + nbytes, took + seconds
 
     def timed(
         self, peer: str, path: str, copy: Callable[[Sequence[Any]], list[Any]], nbytes: int
@@ -205,11 +194,11 @@ class Traffic:
 
         return timed
 
-    def take(self) -> list[TransferTotals]:
-        """Return the totals since the last call, and reset them."""
+    def take(self) -> list[tuple[str, str, int, float]]:
+        """Return peer, path, bytes and seconds of the transfers since the last call, and reset them."""
         with self._lock:
             totals, self._totals = self._totals, {}
-        return list(totals.values())
+        return [(*end, *total) for end, total in totals.items()]
 
 
 # ---- the paths to all peers --------------------------------------------------------------------------

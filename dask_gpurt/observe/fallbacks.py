@@ -72,8 +72,7 @@ class Fallback(Enum):
     READS_KEEP_SLOT = "reads.keep-slot", "tasks that read files keep their slot"
     READS_SHARE_STREAM = "reads.share-stream", "reads wait for tasks that compute"
     READS_NOT_KEPT = "reads.not-kept", "what tasks read of files is not kept"
-
-    PLACEMENT = "placement.{method}", "Dask's own {method} decides"
+    READ_PLACES = "reads.place.{method}", "Dask's own {method} decides"
 
     DASHBOARD_PAGES = "dashboard.pages", "the dashboard does not list the page of the runtime"
 
@@ -97,9 +96,6 @@ class Fallback(Enum):
     PLANNING_FILES = "planning.files", "dask_cudf describes the columns of files by kernels"
     PLANNING_NOT_TOLD = "planning.not-told", "the dashboard does not say how a plan came about"
     PLANNING_NOT_STORED = "planning.not-stored", "what is planned is not kept for other processes"
-
-    TOPOLOGY_LINKS_UNKNOWN = "topology.links-unknown", "links within this host are unknown"
-    TOPOLOGY_GPU_UNKNOWN = "topology.gpu-unknown", "this worker's GPU is missing from the topology"
 
     OVERLAP_UNCAPPED = "overlap.uncapped", "kernels are not capped beside a shuffle"
     OVERLAP_HANDED_OVER_EARLY = "overlap.handed-over-early", "memory is reused before pending work ends"

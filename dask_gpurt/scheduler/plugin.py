@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -37,7 +37,6 @@ from dask_gpurt.protocol import (
     MEMORY_OP,
     NAME,
     OWNERS_HANDLER,
-    PLACE_OP,
     PLANS_TOPIC,
     READY_OP,
     RECOVER_HANDLER,
@@ -53,7 +52,7 @@ from dask_gpurt.protocol import (
 from dask_gpurt.scheduler.clients import Clients
 from dask_gpurt.scheduler.queries import Computations
 from dask_gpurt.scheduler.read_places import ReadPlaces
-from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTopology, SchedulerTracing
+from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTracing
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.switching import Switch, Workers
 from dask_gpurt.scheduler.worker_calls import SilentWorkers, make_room
@@ -65,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 #: Starts observing a plugin that is on, and returns a function that stops it.
 Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
+#: Transfers of a worker, as :class:`~dask_gpurt.exchange.paths.Traffic` counts them.
+Transfers = Sequence[tuple[str, str, int, float]]
 #: The plugin's name until it is on: Dask considers a plugin registered as soon as its name is known.
 STARTING = "gpurt-starting"
 #: How long a memory query waits for the first report of workers that have just switched on, in seconds.
@@ -156,13 +157,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.computations = Computations(self.scheduler, self.began)
         self.cluster_memory = ClusterMemory()
         self._memory_reported = asyncio.Event()
-        self.places = SchedulerTopology(self.scheduler)
+        #: Called with a worker and its transfers.
+        self.traffic_listeners: list[Callable[[str, Transfers], None]] = []
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
         self.read_places = ReadPlaces(
             self.scheduler,
             self.cluster_memory.has_cached,
             lambda: self.cluster_memory.has_gpus,
-            lambda name, why: self.metrics.fallback(Fallback.PLACEMENT, why, name),
+            lambda name, why: self.metrics.fallback(Fallback.READ_PLACES, why, name),
         )
         token = uuid.uuid4().hex
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
@@ -188,8 +190,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         }
         operations = {
             MEMORY_OP: self.memory_changed,
-            PLACE_OP: self.places.placed,
-            TRAFFIC_OP: self.places.traffic,
+            TRAFFIC_OP: self.traffic,
             LOST_KEYS_OP: self.lost,
             READY_OP: self.is_ready,
             LEFT_OP: self.workers.has_left,
@@ -256,6 +257,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.cluster_memory.apply(worker, message)
             self._memory_reported.set()
 
+    def traffic(self, worker: str, totals: Transfers) -> None:
+        """Pass on the transfers that a worker reports (stream handler)."""
+        for listener in self.traffic_listeners:
+            listener(worker, totals)
+
     def lost(self, worker: str, keys: list[Key]) -> None:
         """Remove a worker's replicas of keys that it can no longer read, and recompute the keys if needed."""
         state = self.scheduler.workers.get(worker)
@@ -275,7 +281,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.cluster_memory.forget(worker)
         self.reports.remove(worker)
         self.workers.remove(worker)
-        self.places.topology.remove(worker)
 
     # ---- tasks ---------------------------------------------------------------------------
 

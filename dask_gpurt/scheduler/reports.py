@@ -1,4 +1,4 @@
-"""Collect what the workers of a cluster report: counters and fallbacks, traces, places and transfers.
+"""Collect what the workers of a cluster report: counters, fallbacks and traces.
 
 A killed worker cannot be queried. Each heartbeat carries the worker's counters, so the cluster's totals
 include everything up to its last heartbeat, or up to the last report that it has answered.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distributed.metrics import time
 
 from dask_gpurt._version import __version__
-from dask_gpurt.config.values import PATHS
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.protocol import (
@@ -29,7 +27,6 @@ from dask_gpurt.protocol import (
     WORKER_REPORT_HANDLER,
 )
 from dask_gpurt.scheduler.worker_calls import ask, ask_all
-from dask_gpurt.topology import Link, Place, Topology
 from dask_gpurt.worker.tracing import LEASE_S, Recorder, packed
 
 #: How long to wait for a worker, which may be busy, in seconds; less for the doctor, which a user waits for.
@@ -242,57 +239,3 @@ def _batch(reply: Any) -> dict[str, Any]:
     if isinstance(reply, dict):
         return reply
     return {"error": "the runtime is off there" if reply is None else str(reply)}
-
-
-# ---- places of workers and their transfers -----------------------------------------------------------
-
-#: Links that each path of the exchange may cross. Transfers over other links are not samples of these.
-LINKS_OF_PATH = dict(
-    zip(
-        PATHS,
-        (
-            {Link.SHARED_MEMORY},
-            {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
-            {Link.LOOPBACK, Link.RDMA, Link.TCP},
-        ),
-        strict=True,
-    )
-)
-
-
-#: Transfers of a worker: peer, path, bytes, seconds and number, as
-#: :class:`~dask_gpurt.exchange.paths.Traffic` counts them.
-Transfers = Sequence[tuple[str, str, int, float, int]]
-
-
-class SchedulerTopology:
-    """Keep a :class:`Topology` in step with the workers of a scheduler."""
-
-    def __init__(self, scheduler: SchedulerServer):
-        self._scheduler = scheduler
-        self.topology = Topology()
-        #: Called with a worker and its transfers, whichever link they took.
-        self.listeners: list[Callable[[str, Transfers], None]] = []
-
-    # ---- places of workers -------------------------------------------------------------
-
-    def placed(self, worker: str, place: dict[str, Any], joins: list[tuple[str, str, str]]) -> None:
-        """Place a worker that reports its place and the links between GPUs of its host (stream handler)."""
-        if worker in self._scheduler.workers:
-            reported = Place(**place)
-            self.topology.add(worker, reported)
-            if joins:  # none where NVML has failed for this worker
-                found = {frozenset((one, other)): Link(link) for one, other, link in joins}
-                self.topology.describe(reported.host, found)
-
-    # ---- speeds of links ---------------------------------------------------------------
-
-    def traffic(self, worker: str, totals: Transfers) -> None:
-        """Learn speeds from the transfers that a worker reports (stream handler)."""
-        for listener in self.listeners:
-            listener(worker, totals)
-        for peer, path, nbytes, seconds, transfers in totals:
-            if not self.topology.place(peer) or not self.topology.place(worker):
-                continue  # one of them has left, or has not reported its place yet
-            if self.topology.link(peer, worker, path == COMMS) in LINKS_OF_PATH.get(path, ()):
-                self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)

@@ -68,7 +68,7 @@ from dask_gpurt.worker.kept_reads import KeptColumns, KeptRanges
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.programs import WorkerPrograms
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
-from dask_gpurt.worker.reports import TopologyReporter, add_metric, amounts, progress
+from dask_gpurt.worker.reports import TrafficReporter, add_metric, amounts, progress
 from dask_gpurt.worker.streams import PromptStreams
 from dask_gpurt.worker.tasks import RunLookup
 from dask_gpurt.worker.tiers import WorkerTiers
@@ -213,8 +213,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(add_metric(worker, COUNTERS_METRIC, lambda _: {**self._counted(), "token": self.token}))
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
-        undo.callback(self.topology.close)
-        await self.topology.start()
+        undo.callback(self.traffic.close)
+        self.traffic.start()
         await self.exchange.offload(self.overlap.prepare)
         undo.callback(add_metric(worker, PROGRESS_METRIC, self._progress))
         # Parts that wrap the same method are installed in the order of Layer: the last one is called first.
@@ -369,7 +369,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         kept = columns if on_gpu and settings.cache != 0 else None
         self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics, kept)
         self.programs = WorkerPrograms(settings.compute, pools.device(pools.main), self.metrics)
-        self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
+        self.traffic = TrafficReporter(worker, self.exchange.traffic)
         self.overlap = WorkerOverlap(self.exchange, settings.overlap, self.metrics)
         self.run_lookup = RunLookup(worker, self.metrics)
         self.tracing = WorkerTracing(worker, self.metrics, self.exchange)

@@ -36,6 +36,7 @@ from dask_gpurt.dask_hooks.worker import (
 )
 from dask_gpurt.device import Device, Streams
 from dask_gpurt.device.base import Beside, workers_of_device
+from dask_gpurt.device.discover import gpu_count
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.columns import Asked
 from dask_gpurt.reads.policy import (
@@ -47,7 +48,6 @@ from dask_gpurt.reads.policy import (
     ThreadTime,
 )
 from dask_gpurt.reads.turns import ComputeSlots, Turn
-from dask_gpurt.topology.hosts import nvml_library, visible_devices
 from dask_gpurt.worker import Layer
 from dask_gpurt.worker.kept_reads import KeptColumns, Table, asked_of
 
@@ -415,13 +415,7 @@ def set_reader_threads(setting: int | None) -> Callable[[], None]:
     if GIVEN & os.environ.keys():
         return lambda: None
     if setting is None:
-        visible = visible_devices()
-        if visible is not None:
-            gpus = len(visible.split(","))
-        else:
-            library = nvml_library()
-            gpus = library.nvmlDeviceGetCount() if library is not None else 1
-        setting = threads_of(CPU_COUNT, len(os.sched_getaffinity(0)), gpus, workers_of_device())
+        setting = threads_of(CPU_COUNT, len(os.sched_getaffinity(0)), gpu_count(), workers_of_device())
     return set_threads(setting)
 
 

@@ -1,4 +1,4 @@
-"""Report a worker to the scheduler: its tiers, the progress of its runs, its place, host and transfers.
+"""Report a worker to the scheduler: its tiers, the progress of its runs and its transfers.
 
 Progress travels with each heartbeat. Changes of the tiers are sent after a short delay, and totals of
 transfers as often as heartbeats.
@@ -8,7 +8,6 @@ Decisions and their figures: ``docs/decisions/scheduler.md``.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable
@@ -19,21 +18,15 @@ from distributed.comm.core import CommClosedError
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.paths import COMMS, Traffic
 from dask_gpurt.memory.ledger import KINDS, Ledger
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.progress import RecentRuns
-from dask_gpurt.protocol import MEMORY_OP, PLACE_OP, TRAFFIC_OP
-from dask_gpurt.topology.hosts import Host, discover, nvml_missing, own_place, visible_devices
-from dask_gpurt.topology.model import Place
+from dask_gpurt.protocol import MEMORY_OP, TRAFFIC_OP
 
 #: Changes within this interval are sent in one message, in seconds.
 REPORT_INTERVAL_S = 0.05
 #: The most messages between two heartbeats. Dask limits all workers together to 200 heartbeats per second, so
 #: the scheduler receives at most 2,000 reports per second.
 MAX_REPORTS_PER_HEARTBEAT = 10
-#: Address prefixes of workers whose comms use TCP.
-TCP_SCHEMES = ("tcp://", "tls://", "ws://", "wss://")
-#: Fetches over Dask's own comms must exceed both to be samples of a link. Dask logs shorter times as 0.001 s.
-DASKS_LEAST_BYTES, DASKS_LEAST_SECONDS = 1_000_000, 0.001
 
 
 def add_metric(worker: WorkerServer, name: str, read: Callable[[Any], dict[str, Any]]) -> Callable[[], None]:
@@ -112,53 +105,27 @@ def progress(runs: RecentRuns, metrics: Metrics) -> dict[str, Any]:
     }
 
 
-class TopologyReporter:
-    """Report the place, the links of the host and the transfers of one worker."""
+class TrafficReporter:
+    """Report the transfers of one worker as often as Dask's heartbeat, as totals by peer and path."""
 
-    def __init__(self, worker: WorkerServer, traffic: Traffic, on_gpu: bool, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, traffic: Traffic):
         self._worker = worker
         self._traffic = traffic
-        self._on_gpu = on_gpu
-        self._metrics = metrics
-        self._host = Host()
         self._looked = 0.0
         self._timer: object | None = None
 
-    async def start(self) -> None:
-        """Report the place of this worker, and start the periodic reports of transfers."""
-        place = await asyncio.to_thread(self._detect_place)
-        joins = [(*sorted(pair), str(link)) for pair, link in self._host.joins.items()]
-        self._send({"op": PLACE_OP, "place": vars(place), "joins": joins})
-        self._later()
-
-    def _detect_place(self) -> Place:
-        visible, address = visible_devices(), str(self._worker.address)
-        rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP_SCHEMES)
-        try:
-            self._host = discover()
-        # NVML may raise anything, and the cluster works without a topology.
-        except Exception as error:
-            self._metrics.fallback(Fallback.TOPOLOGY_LINKS_UNKNOWN, repr(error))
-        place = own_place(self._host, visible, on_gpu=self._on_gpu, rdma=rdma, by_tcp=by_tcp)
-        if self._on_gpu and place.device is None:
-            self._metrics.fallback(
-                Fallback.TOPOLOGY_GPU_UNKNOWN,
-                nvml_missing() or f"NVML reports no GPU for CUDA_VISIBLE_DEVICES={visible}",
-            )
-        return place
-
-    # ---- transfers ---------------------------------------------------------------------
-
-    def _later(self) -> None:
-        # As often as Dask's heartbeat, whose interval grows with the number of workers.
+    def start(self) -> None:
+        """Start the periodic reports. On the event loop."""
+        # Dask's interval grows with the number of workers.
         pause = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
         self._timer = self._worker.loop.call_later(pause, self._report)
 
     def _report(self) -> None:
         self._note_dasks_own()
         if totals := self._traffic.take():
-            self._send({"op": TRAFFIC_OP, "totals": [tuple(one) for one in totals]})
-        self._later()
+            with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
+                self._worker.batched_stream.send({"op": TRAFFIC_OP, "totals": totals})
+        self.start()
 
     def _note_dasks_own(self) -> None:
         """Add the dependencies that Dask has fetched since the last call, from its log."""
@@ -167,12 +134,7 @@ class TopologyReporter:
             if entry["stop"] <= since:
                 break
             self._looked = max(self._looked, entry["stop"])
-            if entry["total"] > DASKS_LEAST_BYTES and entry["duration"] > DASKS_LEAST_SECONDS:
-                self._traffic.note(entry["who"], COMMS, entry["total"], entry["duration"])
-
-    def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-            self._worker.batched_stream.send(message)
+            self._traffic.note(entry["who"], COMMS, entry["total"], entry["duration"])
 
     def close(self) -> None:
         """Stop reporting."""

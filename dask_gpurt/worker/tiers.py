@@ -20,7 +20,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings, Size
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.device import Allocator, Pinning
+from dask_gpurt.device import Allocator, Pinning, discover
 from dask_gpurt.device.base import DeviceFiles, Guard, files_of, no_fence, workers_of_device
 from dask_gpurt.device.host import few_left
 from dask_gpurt.device.libraries import spilled_by_libraries
@@ -38,7 +38,6 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import ColumnCache
-from dask_gpurt.topology.hosts import memory_of_host, nvml_library
 from dask_gpurt.worker.reports import MemoryReporter
 
 logger = logging.getLogger(__name__)
@@ -226,7 +225,7 @@ class WorkerTiers:
             return limit
         try:
             # Dask derives it from the system's total, which may include GPU memory as NUMA nodes.
-            return min(limit, memory_of_host(nvml_library()))
+            return min(limit, discover.memory_of_host(discover.gpu_library()))
         except Exception as error:  # NVML may fail for any GPU of the host, such as one that is lost
             self._metrics.fallback(Fallback.MEMORY_GPU_NODES_UNKNOWN, repr(error))
             return limit

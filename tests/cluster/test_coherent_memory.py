@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import dask_gpurt
+from dask_gpurt.device import discover
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import pools
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback
-from dask_gpurt.worker import tiers
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml
 from tests.helpers.far_device import Integrated
 from tests.helpers.in_process import gen_client_cluster
@@ -65,7 +65,7 @@ class LostGpu(FakeNvml):
 )
 async def test_the_runtime_is_on_where_nvml_fails(client: Any, scheduler: Any, worker: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers, "nvml_library", lambda: LostGpu([FakeGpu(0)]))
+        patch.setattr(discover, "gpu_library", lambda: LostGpu([FakeGpu(0)]))
         await dask_gpurt.enable(client)
     try:
         plugin = worker.plugins["gpurt"]

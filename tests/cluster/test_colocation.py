@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
+from dask_gpurt.device import mps
+from dask_gpurt.device.mps import CONTROL
 from dask_gpurt.observe import Fallback
-from dask_gpurt.worker import colocation
-from dask_gpurt.worker.colocation import CONTROL, divided_size
+from dask_gpurt.worker.colocation import divided_size
 from tests.helpers.clusters import QUICK
 
 MEMORY = 2**30
@@ -72,8 +73,8 @@ def test_workers_beside_others_close_with_them() -> None:
 
 def test_without_mps_a_worker_of_a_gpu_stays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv(colocation.PIPE, raising=False)
-    monkeypatch.setattr(colocation, "USUAL_PIPE", tmp_path)
+    monkeypatch.delenv(mps.PIPE, raising=False)
+    monkeypatch.setattr(mps, "USUAL_PIPE", tmp_path)
     with started(1, 1, env={"CUDA_VISIBLE_DEVICES": "0"}) as client:
         (worker,) = dask_gpurt.report(client)["workers"].values()
         assert worker.fallbacks[Fallback.DEVICE_NOT_SHARED.id].reason == f"{CONTROL} is not installed"

@@ -12,7 +12,7 @@ import pytest
 from dask_gpurt.exchange.incoming import reading
 from dask_gpurt.exchange.shard import Attempt, Section, Shard
 from tests.helpers.far_device import Accelerator
-from tests.helpers.in_process import all_placed, on_cluster, until
+from tests.helpers.in_process import on_cluster, until
 
 RUN = ("a shuffle", 1)
 
@@ -64,7 +64,6 @@ def moved(exchange: Any) -> set[str]:
 async def test_a_shard_of_a_device_that_peers_cannot_map_goes_through_comms(
     client: Any, scheduler: Any, a: Any, b: Any
 ) -> None:
-    await all_placed(scheduler)
     here, there = with_accelerator(a), with_accelerator(b)
     data = np.random.default_rng(0).integers(0, 256, NBYTES, dtype=np.uint8)
     shard = await here.offload(publish, here, b.address, data)

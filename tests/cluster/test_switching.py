@@ -13,7 +13,8 @@ from distributed import Event
 from distributed.utils_test import captured_logger
 
 import dask_gpurt
-from dask_gpurt.worker.reports import TopologyReporter
+from dask_gpurt.exchange.exchange import Exchange
+from dask_gpurt.worker.reports import TrafficReporter
 from dask_gpurt.worker.tasks import TaskRunner
 from tests.helpers.in_process import on_plain_cluster, until, whole_state
 from tests.helpers.switching import (
@@ -77,15 +78,15 @@ async def test_the_second_is_told_of_the_failure_of_the_first(
 ) -> None:
     gate = Gate()
 
-    async def fails(reporter: Any) -> None:
+    async def fails(exchange: Exchange, *_: Any) -> None:
         gate.reached.set()
         await gate.open.wait()
-        if reporter._worker is b:
+        if exchange.me.address == b.address:
             raise OSError("no place here")
 
     before = whole_state(scheduler, a, b)
     with monkeypatch.context() as patch:
-        patch.setattr(TopologyReporter, "start", fails)
+        patch.setattr(Exchange, "offload", fails)
         async with another(scheduler) as other:
             first = await begun(dask_gpurt.enable(client))
             second = await begun(dask_gpurt.enable(other))
@@ -185,7 +186,7 @@ async def test_parts_that_fail_to_switch_off_are_reported_and_the_rest_is_off(
     client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = whole_state(scheduler, a, b)
-    close = TopologyReporter.close
+    close = TrafficReporter.close
 
     def fails(reporter: Any) -> None:
         close(reporter)
@@ -193,7 +194,7 @@ async def test_parts_that_fail_to_switch_off_are_reported_and_the_rest_is_off(
             raise OSError("it will not")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TopologyReporter, "close", fails)
+        patch.setattr(TrafficReporter, "close", fails)
         await dask_gpurt.enable(client)
         with pytest.raises(
             RuntimeError, match=rf"1 of 2 workers did not switch it off.*{b.address}.*it will not"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.simulate import Capacity, Cluster, Machine, Overheads
-from dask_gpurt.topology import Link, Place, Speed
+from benchmarks.simulate.links import Link, Place, Speed
 
 NO_OVERHEADS = Overheads(message=0, scheduler=0, task=0, transfer=0)
 GB = 10**9

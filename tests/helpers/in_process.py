@@ -19,19 +19,8 @@ import dask_gpurt
 from dask_gpurt.client.session import register_method
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.protocol import PLACE_OP
-from dask_gpurt.scheduler.reports import SchedulerTopology
-from dask_gpurt.topology import Place, Topology
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S
-
-#: Two GPUs with NVLink on one host, and a processor of another host.
-PLACES = (
-    Place("one", "GPU-a", by_tcp=True),
-    Place("one", "GPU-b", by_tcp=True),
-    Place("two", by_tcp=True),
-)
-
 
 #: A test on a cluster, and what makes one a function whose other parameters are fixtures.
 Test = Callable[..., Awaitable[None]]
@@ -41,33 +30,12 @@ Decorator = Callable[[Test], Callable[..., None]]
 gen_client_cluster = partial(gen_cluster, client=True, timeout=240)
 
 
-def places(scheduler: Any) -> SchedulerTopology:
-    found: SchedulerTopology = scheduler.extensions["gpurt"].places
-    return found
-
-
-def topology(scheduler: Any) -> Topology:
-    return places(scheduler).topology
-
-
 async def until(holds: Callable[[], bool], seconds: float = LIMIT_S) -> None:
     for _ in range(round(seconds / 0.02)):
         if holds():
             return
         await asyncio.sleep(0.02)
     assert holds()
-
-
-async def all_placed(scheduler: Any) -> None:
-    await until(lambda: all(topology(scheduler).place(worker) for worker in scheduler.workers))
-
-
-async def placed_apart(scheduler: Any, *workers: Any) -> None:
-    """Make a scheduler believe that its workers are at :data:`PLACES`."""
-    await all_placed(scheduler)
-    for worker, place in zip(workers, PLACES, strict=True):
-        joins = [("GPU-a", "GPU-b", "nvlink")] if place.host == "one" else []
-        scheduler.stream_handlers[PLACE_OP](worker=worker.address, place=vars(place), joins=joins)
 
 
 def on_cluster(

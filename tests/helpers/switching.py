@@ -13,8 +13,8 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt.exchange.exchange import Exchange
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
-from dask_gpurt.worker.reports import TopologyReporter
 
 ROWS = 200
 #: Bytes that exceed a tier of 1 MiB.
@@ -53,7 +53,7 @@ class Gate:
 
 
 def setup_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate().put(monkeypatch, TopologyReporter, "start")
+    return Gate().put(monkeypatch, Exchange, "offload")
 
 
 def setup_stops_early(monkeypatch: pytest.MonkeyPatch) -> Gate:

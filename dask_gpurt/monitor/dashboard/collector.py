@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dask.typing import Key
@@ -14,9 +14,8 @@ from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.monitor.dashboard.sampler import MAX_ENDS, Sampler
 from dask_gpurt.observe.shown_tiers import shown_tiers
 from dask_gpurt.protocol import PROGRESS_METRIC
-from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
+from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin, Transfers
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
-from dask_gpurt.topology.model import Link, Speed
 
 #: Interval between two samples, in seconds.
 SAMPLE_INTERVAL_S = 1.0
@@ -46,7 +45,7 @@ class Collector(SchedulerPlugin):
     def install(self) -> None:
         """Start collecting."""
         self._scheduler.add_plugin(self, name=NAME)
-        self.runtime.places.listeners.append(self.take_traffic)
+        self.runtime.traffic_listeners.append(self.take_traffic)
         self._tick()
 
     def uninstall(self) -> None:
@@ -54,7 +53,7 @@ class Collector(SchedulerPlugin):
         if self._timer is not None:
             self._scheduler.loop.remove_timeout(self._timer)
             self._timer = None
-        self.runtime.places.listeners.remove(self.take_traffic)
+        self.runtime.traffic_listeners.remove(self.take_traffic)
         if self._scheduler.plugins.get(NAME) is self:
             del self._scheduler.plugins[NAME]
 
@@ -104,28 +103,15 @@ class Collector(SchedulerPlugin):
                 if task.state == "memory":
                     self.sampler.shuffles.transition(task.key, "memory", at)
 
-    def take_traffic(self, worker: str, totals: Iterable[tuple[str, str, int, float, int]]) -> None:
+    def take_traffic(self, worker: str, totals: Transfers) -> None:
         """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.paths.Traffic`."""
-        at = self._clock()
-        for peer, path, nbytes, seconds, _ in totals:
-            self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds, at)
+        for peer, path, nbytes, seconds in totals:
+            self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
 
     def _end(self, worker: str) -> str:
         """Return a worker, or its host if there are too many workers to show separately."""
-        place = self.runtime.places.topology.place(worker)
-        if len(self._scheduler.workers) <= MAX_ENDS or place is None:
-            return worker
-        return f"host {place.host}"
-
-    # ---- look-ups of open pages ----------------------------------------------------------------
-
-    def way(self, source: str, target: str) -> tuple[Link, Speed] | None:
-        """Return the link between two workers and its estimated speed; None if it is unknown, or none."""
-        topology = self.runtime.places.topology
-        if source == target or topology.place(source) is None or topology.place(target) is None:
-            return None
-        way: tuple[Link, Speed] = topology.way(source, target)
-        return way
+        state = self._scheduler.workers.get(worker)
+        return worker if len(self._scheduler.workers) <= MAX_ENDS or state is None else f"host {state.host}"
 
 
 def _name(outputs: Sequence[Key]) -> str:

@@ -22,7 +22,7 @@ from distributed.http.utils import RequestHandler
 
 from dask_gpurt._version import __version__
 from dask_gpurt.monitor.dashboard.collector import Collector
-from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, UNSPILLED, Flow, Level, WorkerSample
+from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, UNSPILLED, Level, Sampler, WorkerSample
 from dask_gpurt.observe import MethodChoice
 from dask_gpurt.observe.shown_tiers import SHOWN
 
@@ -56,7 +56,7 @@ def drawn(collector: Collector, worker: str = ALL) -> dict[str, Any]:
         "shuffles": collector.sampler.shuffles.rows(time.time(), MAX_ROWS),
         **_over_time(collector, worker),
         "workers": _workers(collector, named),
-        "traffic": _traffic(collector, named),
+        "traffic": _traffic(collector.sampler, named),
     }
 
 
@@ -130,32 +130,18 @@ def _share(level: Level) -> float:
     return level.used / max(1, level.capacity)
 
 
-def _traffic(collector: Collector, named: Mapping[str, str]) -> dict[str, Any]:
-    """Return the bytes from each end to each other, with the use of their link."""
-    traffic = collector.sampler.traffic
+def _traffic(sampler: Sampler, named: Mapping[str, str]) -> dict[str, Any]:
+    """Return the bytes from each end to each other."""
+    traffic = sampler.traffic
     flows = [
-        (named.get(a, a), named.get(b, b), _flow(collector, a, b, flow)) for a, b, flow in traffic.flows()
+        (
+            named.get(source, source),
+            named.get(target, target),
+            {"bytes": flow.nbytes, "paths": flow.by_path, "copied": flow.bandwidth},
+        )
+        for source, target, flow in traffic.flows()
     ]
     return {"ends": [named.get(end, end) for end in traffic.ends], "flows": flows}
-
-
-def _flow(collector: Collector, source: str, target: str, flow: Flow) -> dict[str, Any]:
-    """Describe the transfers between two ends.
-
-    ``use``: of what the link could have carried in the seconds in which anything was transferred; None if the
-    link is unknown.
-    """
-    way = collector.way(source, target)
-    bandwidth = way[1].bandwidth if way else None
-    possible = (bandwidth or 0.0) * flow.active
-    return {
-        "bytes": flow.nbytes,
-        "paths": flow.by_path,
-        "copied": flow.bandwidth,
-        "link": str(way[0]) if way else None,
-        "bandwidth": bandwidth,
-        "use": min(1.0, flow.nbytes / possible) if possible else None,
-    }
 
 
 def labels(workers: Mapping[str, WorkerSample]) -> dict[str, str]:

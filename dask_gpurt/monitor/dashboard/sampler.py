@@ -24,8 +24,6 @@ ALL = "(all workers)"
 SPILLED, UNSPILLED = "spilled", "unspilled"
 #: Maximum number of points of a history, as many as a screen can show.
 MAX_POINTS = 512
-#: The most seconds between two reports of a transfer that takes longer.
-REPORTED_S = 1.0
 #: Maximum number of workers or hosts shown separately, and the name of the rest.
 MAX_ENDS, OTHERS = 32, "(others)"
 
@@ -254,15 +252,11 @@ class Flow:
     """Sum the transfers from one worker or host to another.
 
     ``copied``, ``seconds``: bytes copied, and the seconds that took; shards read in place are not included.
-    ``active``: the seconds in which anything was transferred, to about a second.
-    ``at``: when it was last reported, in seconds since the epoch.
     """
 
     by_path: dict[str, int] = field(default_factory=dict)
     copied: int = 0
     seconds: float = 0.0
-    active: float = 0.0
-    at: float = 0.0
 
     def add(self, other: Flow) -> None:
         """Add another flow."""
@@ -270,8 +264,6 @@ class Flow:
             self.by_path[path] = self.by_path.get(path, 0) + nbytes
         self.copied += other.copied
         self.seconds += other.seconds
-        self.active += min(REPORTED_S, max(0.0, other.at - self.at)) + other.active
-        self.at = max(self.at, other.at)
 
     @property
     def nbytes(self) -> int:
@@ -293,10 +285,10 @@ class TrafficMatrix:
         self._ends: dict[str, bool] = {}
         self._flows: dict[tuple[str, str], Flow] = {}
 
-    def add(self, source: str, target: str, path: str, nbytes: int, seconds: float, at: float = 0.0) -> None:
-        """Add completed transfers, reported at a time in seconds since the epoch."""
+    def add(self, source: str, target: str, path: str, nbytes: int, seconds: float) -> None:
+        """Add completed transfers."""
         flow = self._flows.setdefault((self._end(source), self._end(target)), Flow())
-        flow.add(Flow({path: nbytes}, nbytes if seconds > 0 else 0, seconds, at=at))
+        flow.add(Flow({path: nbytes}, nbytes if seconds > 0 else 0, seconds))
 
     def _end(self, name: str) -> str:
         if name not in self._ends and len(self._ends) >= self._max_ends and not self._make_room():

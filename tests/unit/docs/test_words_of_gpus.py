@@ -17,7 +17,7 @@ WORDS = re.compile("cuda|nvml|rmm|cupy|cudf", re.IGNORECASE)
 #: Rooms and modules that are about devices or about Dask's own names of libraries; `tools` is no part of the
 #: runtime, and `cli` starts clusters and lists versions.
 ALLOWED = (
-    *("device/", "topology/", "overlap/", "frames/cudf.py", "frames/cupy.py"),
+    *("device/", "overlap/", "frames/cudf.py", "frames/cupy.py"),
     *("frames/cudf_reads.py", "frames/programs/cudf.py"),
     *("tools/", "cli/", "dask_hooks/"),
     "frames/registry.py",  # the table of libraries
@@ -33,8 +33,7 @@ KNOWN = {
     "memory/ledger.py": {"cudf"},
     "monitor/": {"cudf"},
     "observe/": {"cudf", "cuda"},
-    # The NVML library that `topology` provides, and the environment of Dask's nannies.
-    "worker/": {"cudf", "cupy", "cuda", "nvml"},
+    "worker/": {"cudf", "cuda"},
 }
 
 

@@ -123,14 +123,14 @@ def test_fallbacks_are_counted_by_id_with_the_last_reason(caplog: pytest.LogCapt
     metrics = Metrics()
     for reason in ("one", "another"):
         metrics.fallback(Fallback.EXCHANGE_COMMS, reason)
-        metrics.fallback(Fallback.PLACEMENT, reason, "is_rootish")
+        metrics.fallback(Fallback.READ_PLACES, reason, "is_rootish")
     assert metrics.snapshot()["fallbacks"] == {
         "exchange.comms": {"text": "bytes go through Dask's comms", "reason": "another", "count": 2},
-        "placement.is_rootish": {"text": "Dask's own is_rootish decides", "reason": "another", "count": 2},
+        "reads.place.is_rootish": {"text": "Dask's own is_rootish decides", "reason": "another", "count": 2},
     }
     assert len(caplog.records) == 2
     with pytest.raises(ValueError):
-        metrics.fallback(Fallback.PLACEMENT, "no method is named")
+        metrics.fallback(Fallback.READ_PLACES, "no method is named")
 
 
 # ---- the report of a cluster ---------------------------------------------------------
@@ -257,7 +257,7 @@ class ServerOfNoPage:
 def test_a_server_shows_its_counters_from_the_start_until_it_is_taken_away() -> None:
     metrics = Metrics()
     metrics.add("shuffle.workers.silent", 2)
-    metrics.fallback(Fallback.PLACEMENT, "a reason", "is_rootish")
+    metrics.fallback(Fallback.READ_PLACES, "a reason", "is_rootish")
     take_away = prometheus.register(
         ServerOfNoPage(), Server.SCHEDULER, metrics, lambda: [("workers.ready", (), 3)]
     )
@@ -266,7 +266,7 @@ def test_a_server_shows_its_counters_from_the_start_until_it_is_taken_away() -> 
         assert value("dask_scheduler_gpurt_shuffle_workers_silent_total") == 2
         assert value("dask_scheduler_gpurt_shuffle_runs_total") == 0
         assert value("dask_scheduler_gpurt_workers_ready") == 3
-        assert value("dask_scheduler_gpurt_fallbacks_total", {"fallback": "placement.is_rootish"}) == 1
+        assert value("dask_scheduler_gpurt_fallbacks_total", {"fallback": "reads.place.is_rootish"}) == 1
         assert value("dask_scheduler_gpurt_shuffle_rows_total") is None  # workers count these
     finally:
         take_away()

@@ -12,7 +12,6 @@ from dask_gpurt.monitor.dashboard import page
 from dask_gpurt.monitor.dashboard.page import MAX_WORKERS, drawn, reply
 from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, Level, Sampler, WorkerSample
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
-from dask_gpurt.topology.model import Link, Speed
 
 
 class Collected:
@@ -30,9 +29,6 @@ class Collected:
 
     def known(self) -> dict[str, Any]:
         return {"workers": {}, "departed": [], **self.metrics.snapshot()}
-
-    def way(self, source: str, target: str) -> tuple[Link, Speed] | None:
-        return None if source == target else (Link.TCP, Speed(100.0, 0.0))
 
 
 def drawing(collected: Collected, worker: str = ALL) -> dict[str, Any]:
@@ -83,24 +79,13 @@ def test_workers_of_one_name_are_told_apart_and_those_that_left_are_marked() -> 
 # ---- traffic -------------------------------------------------------------------------------
 
 
-def traffic(*reports: tuple[str, str, int, float, float]) -> dict[tuple[str, str], dict[str, Any]]:
+def test_traffic_has_the_bytes_by_path_and_the_rate_of_copies() -> None:
     collected = Collected(WorkerSample("a"), WorkerSample("b"))
-    for source, target, nbytes, seconds, at in reports:
-        collected.sampler.traffic.add(source, target, "comms", nbytes, seconds, at)
-    return {(a, b): flow for a, b, flow in drawing(collected)["traffic"]["flows"]}
-
-
-def test_the_use_of_a_link_is_of_the_seconds_with_transfers() -> None:
-    reports = [("tcp://0", "tcp://1", 25, 0.1, at) for at in (100.0, 100.5, 101.0, 500.0)]
-    found = traffic(*reports)["a", "b"]
-    assert found["use"] == pytest.approx(100 / (3.0 * 100.0))  # two seconds from 99 on, and one at 500
-    assert found["bandwidth"] == 100
-
-
-def test_the_use_is_at_most_all_of_the_link_and_unknown_within_a_worker() -> None:
-    found = traffic(("tcp://0", "tcp://1", 10_000, 0.1, 5.0), ("tcp://0", "tcp://0", 10, 0.1, 5.0))
-    assert found["a", "b"]["use"] == 1.0
-    assert (found["a", "a"]["use"], found["a", "a"]["link"]) == (None, None)
+    for path, nbytes, seconds in (("comms", 30, 0.5), ("shared-memory", 12, 0.0)):
+        collected.sampler.traffic.add("tcp://0", "tcp://1", path, nbytes, seconds)
+    ((source, target, flow),) = drawing(collected)["traffic"]["flows"]
+    assert (source, target) == ("a", "b")
+    assert flow == {"bytes": 42, "paths": {"comms": 30, "shared-memory": 12}, "copied": 60.0}
 
 
 # ---- replies -------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.cli.cluster import default_workers, visible_gpus
+from dask_gpurt.cli.cluster import default_workers
+from dask_gpurt.device.discover import gpu_count
 
 MIG = "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"
 
@@ -29,5 +30,5 @@ def test_only_gpus_that_are_visible_count(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert visible_gpus() == default_workers("cudf") == visible
+    assert gpu_count() == default_workers("cudf") == visible
     assert default_workers("pandas") == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.topology.hosts import memory_of
+from dask_gpurt.device.discover import memory_of
 from dask_gpurt.worker.colocation import default_count
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dask_gpurt.worker import colocation
-from dask_gpurt.worker.colocation import CONTROL, LOG, PIPE, MpsError, MultiProcessService
+from dask_gpurt.device import mps
+from dask_gpurt.device.mps import CONTROL, LOG, PIPE, MpsError, MultiProcessService
 
 #: Runs while a file "running" exists, and records its commands.
 DAEMON = """#!/bin/sh
@@ -30,7 +30,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     monkeypatch.delenv(PIPE, raising=False)
-    monkeypatch.setattr(colocation, "USUAL_PIPE", tmp_path / "none")
+    monkeypatch.setattr(mps, "USUAL_PIPE", tmp_path / "none")
     return tmp_path / "mps"
 
 
@@ -60,7 +60,7 @@ def test_a_daemon_of_the_user_serves(
     usual.mkdir()
     (usual / "control").touch()
     (usual / "running").touch()
-    monkeypatch.setattr(colocation, "USUAL_PIPE", usual)
+    monkeypatch.setattr(mps, "USUAL_PIPE", usual)
     assert MultiProcessService(directory).join() == {}
     (usual / "running").unlink()  # killed, which leaves its pipe
     service = MultiProcessService(directory)
