@@ -76,7 +76,8 @@ STREAM_READERS = (
     FileReader(Seam("pylibcudf.io.parquet:read_parquet", "options stream mr parquet_metadatas"), ()),
 )
 
-#: The function of cudf that calls that one, with all that the result depends on.
+#: The function of cudf that calls that one, with all that the result depends on, and its engine that does.
+PATH_ENGINE = "cudf"
 PATH_READERS = (
     FileReader(
         Seam(

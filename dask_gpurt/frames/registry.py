@@ -29,6 +29,7 @@ class FrameLibrary:
     ``columns``: returns the labels of a frame's columns.
     ``hashes``: whether the module has a ``partitions_by_value`` of its own, as that of
     :mod:`dask_gpurt.frames.key_values`.
+    ``tables``: the module that takes apart the tables and frames of its readers, and makes them again.
     ``columnar``: the module and the class that operate on columns of its frames, for
     :mod:`dask_gpurt.frames.programs`.
     """
@@ -39,6 +40,7 @@ class FrameLibrary:
     before: tuple[str, ...] = ()
     columns: Callable[[Frame], Iterable[Any]] = lambda frame: frame.columns
     hashes: bool = False
+    tables: str | None = None
     columnar: tuple[str, str] | None = None
 
     def load(self) -> Any:
@@ -70,6 +72,7 @@ LIBRARIES = {
         # `frame.columns` makes a pandas index of them, anew for each frame.
         columns=lambda frame: frame._column_names,
         hashes=True,
+        tables="dask_gpurt.frames.cudf_reads",
         columnar=("dask_gpurt.frames.programs.cudf", "CudfColumns"),
     ),
 }
@@ -90,6 +93,12 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
             f"{' or '.join(LIBRARIES)}"
         )
     return found.backend(devices(found.device))
+
+
+def tables_on(kind: str) -> Any:
+    """Return the module for what readers on a kind of device return; see :class:`FrameLibrary`."""
+    (found,) = (each.tables for each in LIBRARIES.values() if each.device == kind and each.tables)
+    return importlib.import_module(found)
 
 
 def device_kind(frame: Frame) -> str | None:

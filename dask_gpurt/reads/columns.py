@@ -86,7 +86,7 @@ class Asked(NamedTuple):
 
 
 class Tables(Protocol):
-    """Take the tables of a library apart, and make new ones; see :mod:`dask_gpurt.device.cuda_tables`."""
+    """Take the tables of a library apart, and make new ones; see :mod:`dask_gpurt.frames.cudf_reads`."""
 
     def names(self, table: Any) -> list[Any]:
         """Return the name of each column, with those of the fields of its type."""

@@ -12,22 +12,19 @@ from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from distributed import get_worker
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.parquet_files import read_through
+from dask_gpurt.dask_hooks.readers import PATH_ENGINE
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device.base import Beside
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
 from dask_gpurt.worker import Layer
-
-if TYPE_CHECKING:
-    from dask_gpurt.frames.cudf_reads import FrameOfRead
-
 
 #: The most calls whose frames can be made again.
 MAX_CALLS = 1024
@@ -44,18 +41,24 @@ class Table(NamedTuple):
 class KeptColumns:
     """Read Parquet files through a cache of their columns.
 
+    ``tables``: returns the module for what the readers of the device return.
     ``spare``: a context in which allocations fail rather than have data spilled for them.
     """
 
     def __init__(
-        self, cache: ColumnCache, spare: Callable[[], AbstractContextManager[None]], metrics: Metrics
+        self,
+        cache: ColumnCache,
+        tables: Callable[[], Any],
+        spare: Callable[[], AbstractContextManager[None]],
+        metrics: Metrics,
     ) -> None:
         self._cache = cache
+        self._tables = tables
         self._spare = spare
         self._metrics = metrics
         #: How the frames of calls of Dask's reader are made of columns, and of which.
         self._lock = threading.Lock()
-        self._frames: dict[Hashable, tuple[Asked, tuple[Hashable, ...], FrameOfRead | None]] = {}
+        self._frames: dict[Hashable, tuple[Asked, tuple[Hashable, ...], Any]] = {}
 
     def read(
         self,
@@ -113,7 +116,7 @@ class KeptColumns:
             return
         made = None
         try:
-            made = import_module("dask_gpurt.frames.cudf_reads").FrameOfRead.of(frame, read.table)
+            made = self._tables().FrameOfRead.of(frame, read.table)
         except Exception as error:  # whatever has moved in the library
             self._metrics.fallback(Fallback.READS_NOT_KEPT, repr(error))
         with self._lock:
@@ -122,8 +125,7 @@ class KeptColumns:
                 del self._frames[next(iter(self._frames))]
 
     def _reading(self, asked: Asked, read: Callable[[Sequence[str] | None], Any]) -> ColumnRead:
-        tables = import_module("dask_gpurt.device.cuda_tables")
-        return ColumnRead(self._cache, tables, asked, read, self._spare, self._metrics)
+        return ColumnRead(self._cache, self._tables(), asked, read, self._spare, self._metrics)
 
     def _of(
         self,
@@ -183,7 +185,7 @@ def asked_of(
 ) -> Asked | None:
     """Return what a call of cudf's reader asks for; None if its result depends on anything else."""
     is_plain = nrows is None and skip_rows is None and filters is None and case_sensitive_names
-    if engine != "cudf" or not is_plain or allow_mismatched_pq_schemas or args or kwargs:
+    if engine != PATH_ENGINE or not is_plain or allow_mismatched_pq_schemas or args or kwargs:
         return None
     paths = list(filepaths_or_buffers)
     remote = sys.modules.get("dask_gpurt.reads.remote")  # imported by the first read of a store

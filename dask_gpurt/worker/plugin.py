@@ -365,7 +365,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         on_gpu = not pools.device(pools.main).on_host
         if on_gpu:
             self._undo.callback(set_reader_threads(settings.reads.threads))
-        columns = KeptColumns(self.tiers.columns, self.tiers.sparing, self.metrics)
+        tiers = self.tiers
+        columns = KeptColumns(tiers.columns, tiers.tables, tiers.sparing, self.metrics)
         kept = columns if on_gpu and settings.cache != 0 else None
         self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics, kept)
         self.programs = WorkerPrograms(settings.compute, pools.device(pools.main), self.metrics)

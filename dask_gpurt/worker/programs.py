@@ -19,10 +19,8 @@ from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.graphs import Graph, wrap_execution, wrap_trees
 from dask_gpurt.device import Device
 from dask_gpurt.frames.programs import CALLS, Interpreter, ProgramError
-from dask_gpurt.frames.registry import LIBRARIES
+from dask_gpurt.frames.registry import LIBRARIES, FrameLibrary
 from dask_gpurt.observe import Fallback, Metrics
-
-LIBRARY = "cudf"
 
 
 class WorkerPrograms:
@@ -36,7 +34,9 @@ class WorkerPrograms:
 
     def __init__(self, settings: ComputeSettings, device: Device, metrics: Metrics) -> None:
         self.on, self.every = settings.programs, settings.check_programs
-        self._device = device
+        #: The library whose frames programs know, by its name; none on the host.
+        on_device = ((name, each) for name, each in LIBRARIES.items() if each.device == device.kind)
+        self._library = next(((name, each) for name, each in on_device if each.columnar), None)
         self._metrics = metrics
         self._refused = partial(metrics.fallback, Fallback.PROGRAMS_OFF)
         self._interpreter: Interpreter | None = None
@@ -46,7 +46,7 @@ class WorkerPrograms:
 
     def install(self) -> None:
         """Apply to all fused tasks that start from now on."""
-        if self._device.on_host:
+        if self._library is None:
             return
         try:
             wrap_execution(self._patches, self.run)
@@ -82,15 +82,15 @@ class WorkerPrograms:
 
     def _loaded(self) -> Interpreter | None:
         """Return the interpreter once the library has been imported, of which it needs private parts."""
-        if self._interpreter is None and LIBRARY in sys.modules:
+        if self._interpreter is None and self._library is not None and self._library[0] in sys.modules:
             with self._lock:
                 if self.on and self._interpreter is None:
-                    self._load()
+                    self._load(self._library[1])
         return self._interpreter
 
-    def _load(self) -> None:
+    def _load(self, library: FrameLibrary) -> None:
         try:
-            interpreter = Interpreter(LIBRARIES[LIBRARY].engine(), self._failed, self._differed)
+            interpreter = Interpreter(library.engine(), self._failed, self._differed)
             wrap_trees(self._patches, self.call)
         except Exception as error:  # whatever has moved in the library
             self.on = False

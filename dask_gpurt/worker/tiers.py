@@ -26,6 +26,7 @@ from dask_gpurt.device.host import few_left
 from dask_gpurt.device.libraries import spilled_by_libraries
 from dask_gpurt.exchange.calls import in_thread, is_exiting
 from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.frames.registry import tables_on
 from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
@@ -122,11 +123,12 @@ class WorkerTiers:
         self._counting = threading.Lock()
         #: Ranges of files that tasks have read, in what the live tier in host memory has left.
         self.ranges = RangeCache(self._left_for_ranges, self._kept_on_host)
+        self.tables = partial(tables_on, self.device.kind)
         #: Columns of files that were on the device, in what the pinned tier has left.
         self.below = ColumnsBelow(
             self._pinned_tier,
             self.device,
-            partial(import_module, "dask_gpurt.device.cuda_tables"),
+            self.tables,
             self._left_below,
             partial(self.ledger.set, Tier.PINNED, CACHED),
         )

@@ -73,14 +73,14 @@ def test_columns_of_all_types_are_those_of_the_library(files: list[str], tier: T
     import pylibcudf as plc
     from rmm.pylibrmm.stream import DEFAULT_STREAM
 
-    from dask_gpurt.device import cuda_tables
     from dask_gpurt.device.cuda import CudaDevice
+    from dask_gpurt.frames import cudf_reads
 
     calls = []
     device, cache = CudaDevice(), ColumnCache(lambda: 1 << 30, unseen)
     if tier is Tier.PINNED:
         pinned = PinnedTier(BlockPool(1 << 28, register=device.register))
-        below = ColumnsBelow(pinned, device, lambda: cuda_tables, lambda: 1 << 28, unseen)
+        below = ColumnsBelow(pinned, device, lambda: cudf_reads, lambda: 1 << 28, unseen)
         cache = ColumnCache(int, unseen, below)
 
     def read(
@@ -102,7 +102,7 @@ def test_columns_of_all_types_are_those_of_the_library(files: list[str], tier: T
             return call(None)
         asked = asked_of(paths, "cudf", columns, groups)
         assert asked is not None
-        reading = ColumnRead(cache, cuda_tables, asked, call, contextlib.nullcontext, Metrics())
+        reading = ColumnRead(cache, cudf_reads, asked, call, contextlib.nullcontext, Metrics())
         found = reading.read(DEFAULT_STREAM)
         reading.keep()
         return found

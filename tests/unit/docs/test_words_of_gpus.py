@@ -33,7 +33,6 @@ KNOWN = {
     "memory/ledger.py": {"cudf"},
     "monitor/": {"cudf"},
     "observe/": {"cudf", "cuda"},
-    "worker/": {"cudf", "cuda"},
 }
 
 

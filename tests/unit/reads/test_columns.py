@@ -50,9 +50,13 @@ class Table(NamedTuple):
 
 
 class Tables:
-    """Take tables of arrays apart, as device/cuda_tables.py does with those of pylibcudf."""
+    """Take tables of arrays apart, as frames/cudf_reads.py does with those of pylibcudf."""
 
     full = False
+
+    @property
+    def FrameOfRead(self) -> type[Frame]:
+        return Frame
 
     def names(self, table: Table) -> list[Any]:
         return [(name, []) for name in table.names]
@@ -323,12 +327,10 @@ class Frame(NamedTuple):
 class FrameReads:
     """Read frames of files through their columns, as a worker does."""
 
-    def __init__(self, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-        modules = {"dask_gpurt.frames.cudf_reads": SimpleNamespace(FrameOfRead=Frame)}
-        monkeypatch.setattr(kept_reads, "import_module", lambda name: modules.get(name, Tables()))
+    def __init__(self, library: Library) -> None:
         self.library, self.metrics, self.looks = library, Metrics(), 0
         self.cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
-        self.kept = KeptColumns(self.cache, contextlib.nullcontext, self.metrics)
+        self.kept = KeptColumns(self.cache, Tables, contextlib.nullcontext, self.metrics)
         self.beside = SimpleNamespace(stream=None, join=lambda columns: None)
 
     def again(self, call: Any = "call") -> Any:
@@ -352,8 +354,8 @@ class FrameReads:
 
 
 @pytest.fixture
-def frames(library: Library, monkeypatch: pytest.MonkeyPatch) -> FrameReads:
-    return FrameReads(library, monkeypatch)
+def frames(library: Library) -> FrameReads:
+    return FrameReads(library)
 
 
 def test_a_frame_is_made_again_without_a_read(

@@ -131,9 +131,8 @@ class Columns:
         self.new_columns = ["kept"]
         self.versions = None
         monkeypatch.setattr(kept_reads, "ColumnRead", self.reading)
-        monkeypatch.setattr(kept_reads, "import_module", lambda name: "tables")
         self.metrics = Metrics()
-        self.kept = kept_reads.KeptColumns(MagicMock(), MagicMock(), self.metrics)
+        self.kept = kept_reads.KeptColumns(MagicMock(), lambda: "tables", MagicMock(), self.metrics)
 
     def reading(self, cache: Any, tables: Any, asked: Any, read: Any, *_: Any) -> Columns:
         self.asked, self.read_some = asked, read
