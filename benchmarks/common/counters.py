@@ -11,7 +11,7 @@ from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import Tier
 
 #: The memory tiers of the runtime, from top to bottom.
 TIERS = tuple(Tier)

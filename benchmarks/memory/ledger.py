@@ -33,8 +33,7 @@ import dask_gpurt
 from benchmarks.common.commandline import write
 from benchmarks.memory.ledger_workers import CELLS, Truth, change, run, schedule, send
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.memory.ledger import KINDS, PARTITIONS, ClusterMemory, Ledger
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import KINDS, PARTITIONS, ClusterMemory, Ledger, Tier
 
 SPAWN = get_context("spawn")
 #: Number of processes for the workers.

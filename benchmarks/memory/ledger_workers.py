@@ -15,8 +15,7 @@ from typing import Any
 import dask
 from distributed import Scheduler, Worker
 
-from dask_gpurt.memory.ledger import KINDS, PARTITIONS, Label, Ledger
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import KINDS, PARTITIONS, Label, Ledger, Tier
 from dask_gpurt.worker import tiers
 from dask_gpurt.worker.reports import MemoryReporter
 

@@ -31,9 +31,8 @@ from dask_gpurt.device.base import files_of
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
-from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.ledger import Ledger, Limits, Tier
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
 GB = 1e9

@@ -11,8 +11,8 @@ from typing import Any
 from dask.typing import Key
 
 from benchmarks.simulate.links import Speed
+from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.memory.spilling import EvictionCandidate, choose
-from dask_gpurt.memory.tiers import Tier
 
 
 class TierLink(StrEnum):

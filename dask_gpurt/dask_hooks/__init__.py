@@ -2,13 +2,18 @@
 
 The names exported here look Dask's parts up by name, so importing them is safe with any version of Dask.
 The modules ``graphs``, ``planning``, ``shuffle``, ``worker`` and ``scheduler`` import private parts
-directly: import them only after :func:`require`.
+directly: import them only after :func:`require`, which compares the installed Dask.
 """
+
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from importlib.metadata import version
+from typing import NamedTuple
 
 from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup, UnsupportedError, differences
 from dask_gpurt.dask_hooks.patch import PatchOrderError, PatchSet, guarded
 from dask_gpurt.dask_hooks.seams import EXPRESSIONS, PARTS, PLANNING, READS, REQUIRED
-from dask_gpurt.dask_hooks.support import NEWEST, OLDEST, Row, State, require, table, why_unsupported
 
 __all__ = [
     "EXPRESSIONS",
@@ -31,3 +36,60 @@ __all__ = [
     "table",
     "why_unsupported",
 ]
+
+#: The supported versions of Dask, with which the tests run.
+OLDEST, NEWEST = "2026.7.1", "2026.8.0"
+
+
+class State(StrEnum):
+    """The outcome of the comparison of a seam."""
+
+    KNOWN = "as known"
+    DIFFERS = "differs"
+
+
+class Row(NamedTuple):
+    """Hold a row of the table of seams."""
+
+    part: str
+    name: str
+    state: State
+    #: The difference and its consequence; empty if there is none.
+    difference: str
+
+
+def table() -> list[Row]:
+    """Compare all seams with the installed Dask."""
+    return [row for part in PARTS for row in _rows(part)]
+
+
+def _rows(part: SeamGroup) -> Iterator[Row]:
+    for seam in part.seams:
+        found = seam.difference()
+        if found is None:
+            yield Row(part.name, seam.short, State.KNOWN, "")
+        else:
+            yield Row(part.name, seam.short, State.DIFFERS, f"{found}: {part.without or 'it stays off'}")
+
+
+def why_unsupported() -> str | None:
+    """Return why the runtime cannot work in this process; None if it can."""
+    if sys.platform != "linux":
+        return f"the runtime works on Linux only, this is {sys.platform}: shuffles stay Dask's own"
+    found = differences(seam for part in REQUIRED for seam in part.seams)
+    if not found:
+        return None
+    versions = (f"{package} {version(package)}" for package in ("dask", "distributed"))
+    return (
+        f"{' and '.join(versions)} differ from the versions that the runtime supports ({OLDEST} to "
+        f"{NEWEST}), so it stays off and shuffles stay Dask's own. Different parts: {'; '.join(found)}"
+    )
+
+
+def require() -> None:
+    """Check that the runtime can work in this process; see :func:`why_unsupported`.
+
+    Raises UnsupportedError if it cannot, with the reason.
+    """
+    if (reason := why_unsupported()) is not None:
+        raise UnsupportedError(reason)

@@ -1,7 +1,7 @@
 """List the private parts of Dask that the runtime replaces or relies on, by the part that needs them.
 
 :mod:`~dask_gpurt.dask_hooks.comparison` compares one entry with the installed Dask, and
-:mod:`~dask_gpurt.dask_hooks.support` all of them, before ``graphs``, ``planning``, ``shuffle``,
+:func:`~dask_gpurt.dask_hooks.require` all of them, before ``graphs``, ``planning``, ``shuffle``,
 ``worker`` and ``scheduler`` import the parts.
 """
 

@@ -24,11 +24,10 @@ from dask_gpurt.device.pool import Buffer, Mapping
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 from dask_gpurt.memory.admission import reservation
-from dask_gpurt.memory.ledger import SHARDS
+from dask_gpurt.memory.ledger import SHARDS, NoRoom, Tier
 from dask_gpurt.memory.reading import BufferAndMemo
 from dask_gpurt.memory.serialize import Raw, raw_frames
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import NoRoom, Tier
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Seconds after which a thread that waits for a shard checks whether its run is still open.

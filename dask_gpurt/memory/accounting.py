@@ -22,9 +22,8 @@ from dask.utils import typename
 from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.device.libraries import contents, library_of, lives_on_device
-from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
+from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger, Limits, Tier
 from dask_gpurt.memory.serialize import Raw
-from dask_gpurt.memory.tiers import Limits, Tier
 
 logger = logging.getLogger(__name__)
 

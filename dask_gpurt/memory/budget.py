@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from dask.utils import format_bytes
 
 from dask_gpurt.config import ConfigError, MemorySettings, Size
-from dask_gpurt.memory.tiers import Limits
+from dask_gpurt.memory.ledger import Limits
 
 #: Default share of the device memory that the exchange pool leaves, the same as that of dask-cuda's
 #: --device-memory-limit. The rest is for CUDA, for kernels, which are loaded as they are first used, and for

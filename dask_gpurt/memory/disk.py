@@ -29,8 +29,8 @@ import numpy as np
 from dask_gpurt.device.base import PAGE, Device, DeviceFiles, Fence, no_fence
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.device.staging import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, read_pages, whole_pages
+from dask_gpurt.memory.ledger import NoRoom, Tier
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
-from dask_gpurt.memory.tiers import NoRoom, Tier
 
 logger = logging.getLogger(__name__)
 

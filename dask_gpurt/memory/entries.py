@@ -22,9 +22,8 @@ from dask.utils import key_split
 from dask_gpurt.device import Device
 from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.memory.accounting import LiveAccount, owned
-from dask_gpurt.memory.ledger import PARTITIONS, Label, Ledger
+from dask_gpurt.memory.ledger import PARTITIONS, Label, Ledger, Limits, Tier
 from dask_gpurt.memory.lower_tiers import LowerTier, LowerTiers
-from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
 #: A priority of Dask's scheduler, of which smaller ones run sooner; None if no task needs the object.

@@ -16,8 +16,8 @@ import numpy as np
 
 from dask_gpurt.device.base import PAGE, Device, Fence, no_fence
 from dask_gpurt.device.pool import ALIGNMENT, Arena
+from dask_gpurt.memory.ledger import NoRoom, Tier
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
-from dask_gpurt.memory.tiers import NoRoom, Tier
 
 
 def pairs(targets: Scattered, sources: Scattered) -> Iterator[tuple[np.ndarray, np.ndarray]]:

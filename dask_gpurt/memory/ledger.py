@@ -1,13 +1,62 @@
-"""Count the bytes in each tier: a ledger on each worker, and the cluster's memory on the scheduler. Pure."""
+"""Define the tiers of a worker, and count the bytes in each, for a worker and for the cluster. Pure."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple
 
-from dask_gpurt.memory.tiers import Tier
+#: Bytes by which a live tier may exceed its limit before objects are spilled: one block of the pinned tier,
+#: but at most this share of the tier.
+SPILL_SLACK_BYTES, SLACK_SHARE = 2**20, 1 / 64
+
+
+class Tier(StrEnum):
+    """Enumerate the memory tiers, from fast to slow."""
+
+    DEVICE = "device"
+    PINNED = "pinned"
+    HOST = "host"
+    DISK = "disk"
+
+
+class NoRoom(Exception):
+    """A tier cannot take an object.
+
+    ``tier``, ``nbytes``: the tier, and the bytes that were to be stored.
+    ``reason``: the reason, if it is not just that the tier is full.
+    """
+
+    def __init__(self, tier: Tier, nbytes: int, reason: str = ""):
+        super().__init__(tier, nbytes, reason)  # all arguments, so that it can be pickled
+        self.tier = tier
+        self.nbytes = nbytes
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"no room for {self.nbytes} bytes in the {self.tier} tier" + (
+            self.reason and f": {self.reason}"
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limit the bytes of each tier; None for a disk tier limited only by the file system."""
+
+    device: int
+    pinned: int
+    host: int
+    disk: int | None
+
+    def live(self, tier: Tier) -> int:
+        """Return the limit of a live tier."""
+        return self.device if tier is Tier.DEVICE else self.host
+
+
+# ---- ledgers -----------------------------------------------------------------------------------------
 
 #: Kinds of bytes that count against a tier's capacity: data of keys, pulled shards, reservations. The other
 #: kinds do not: what is cached of files, published shards in the exchange pool, bytes that a library has

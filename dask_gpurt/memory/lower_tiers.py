@@ -11,9 +11,8 @@ import numpy as np
 from dask_gpurt.device import Device
 from dask_gpurt.device.base import Fence
 from dask_gpurt.memory.disk import aligned
-from dask_gpurt.memory.ledger import Label, Ledger
+from dask_gpurt.memory.ledger import Label, Ledger, NoRoom, Tier
 from dask_gpurt.memory.serialize import Frames, Scattered
-from dask_gpurt.memory.tiers import NoRoom, Tier
 
 _ORDER = list(Tier)
 #: Threads that read files; a single one would leave the disk idle between reads.

@@ -21,6 +21,7 @@ from dask_gpurt.device.base import Fence, wait_for_all
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.entries import Entry, EntryTable, StoredCopy
+from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.memory.serialize import (
     Frames,
     NotMovable,
@@ -32,7 +33,6 @@ from dask_gpurt.memory.serialize import (
     to_frames,
 )
 from dask_gpurt.memory.spilling import Reservations, Spiller
-from dask_gpurt.memory.tiers import Tier
 
 #: A buffer, and its memo, in which readers cache derived data.
 BufferAndMemo = tuple[Buffer, dict[str, Any]]

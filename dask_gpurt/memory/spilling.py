@@ -17,8 +17,8 @@ from dask.typing import Key
 from dask_gpurt.device.base import Fence
 from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.entries import Entry, EntryTable, Priority
+from dask_gpurt.memory.ledger import SLACK_SHARE, SPILL_SLACK_BYTES, NoRoom, Tier
 from dask_gpurt.memory.serialize import Frames, NotMovable, to_frames
-from dask_gpurt.memory.tiers import SLACK_SHARE, SPILL_SLACK_BYTES, NoRoom, Tier
 from dask_gpurt.observe import Fallback
 
 

@@ -25,12 +25,11 @@ from distributed.protocol.serialize import Serialized
 from dask_gpurt.device import Device
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry, EntryTable, ExternalRef, Priority, label_of
-from dask_gpurt.memory.ledger import PARTITIONS, Ledger
+from dask_gpurt.memory.ledger import PARTITIONS, Ledger, Limits, Tier
 from dask_gpurt.memory.lower_tiers import LowerTier
 from dask_gpurt.memory.reading import BufferAndMemo, EntryReader, Unspiller
 from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.spilling import Reservations, Spiller
-from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
 #: The objects that the current coroutine is sending; `TieredBuffer` returns these copies to it.

@@ -17,8 +17,8 @@ from typing import Any
 
 from dask_gpurt.device import Device
 from dask_gpurt.memory.host import MemoryTier
+from dask_gpurt.memory.ledger import NoRoom
 from dask_gpurt.memory.serialize import Scattered, raw_frames
-from dask_gpurt.memory.tiers import NoRoom
 from dask_gpurt.reads.columns import Column, ColumnCache, Kept, Part, Tables
 
 

@@ -49,16 +49,14 @@ from dask_gpurt.protocol import (
     TRAFFIC_OP,
     is_off,
 )
-from dask_gpurt.scheduler.clients import Clients
-from dask_gpurt.scheduler.queries import Computations
+from dask_gpurt.scheduler.clients import Clients, Computations
 from dask_gpurt.scheduler.read_places import ReadPlaces
 from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTracing
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.switching import Switch, Workers
 from dask_gpurt.scheduler.worker_calls import SilentWorkers, make_room
-from dask_gpurt.worker.plugin import GpurtWorkerPlugin
+from dask_gpurt.worker.plugin import GpurtWorkerPlugin, spare_tracebacks
 from dask_gpurt.worker.streams import PromptStreams
-from dask_gpurt.worker.tracebacks import spare_tracebacks
 
 logger = logging.getLogger(__name__)
 

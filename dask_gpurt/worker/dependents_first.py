@@ -24,8 +24,8 @@ from zict import LRU
 
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.memory.admission import PREFIXES_REMEMBERED
+from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Throughput of spilling and reading back, in bytes per second. A pause lasts no longer than that takes.

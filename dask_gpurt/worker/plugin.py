@@ -72,7 +72,6 @@ from dask_gpurt.worker.reports import TrafficReporter, add_metric, amounts, prog
 from dask_gpurt.worker.streams import PromptStreams
 from dask_gpurt.worker.tasks import RunLookup
 from dask_gpurt.worker.tiers import WorkerTiers
-from dask_gpurt.worker.tracebacks import spare_tracebacks
 from dask_gpurt.worker.tracing import WorkerTracing
 
 logger = logging.getLogger(__name__)
@@ -465,3 +464,29 @@ def _storing(worker: WorkerServer) -> Callable[..., None]:
             put_results(worker, results)
 
     return off
+
+
+# ---- logs --------------------------------------------------------------------------------------------
+
+
+class _WithoutTraceback(logging.Filter):
+    """Drop Dask's log records, with a traceback for each worker, of errors that are reported elsewhere.
+
+    A wrong setting, or a version that is not supported, is raised by the call that switches the runtime on,
+    or logged in one line if there is no such call. Dask also logs an error when it removes the plugin from a
+    worker that does not have it, mostly since it has failed to switch on.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        is_removal = isinstance(error, KeyError) and error.args == (NAME,)
+        return not is_removal and not isinstance(error, (config.ConfigError, dask_hooks.UnsupportedError))
+
+
+_without_traceback = _WithoutTraceback()
+
+
+def spare_tracebacks() -> None:
+    """Keep such tracebacks out of the logs of this process. Idempotent, and never undone: others stay."""
+    for name in ("distributed.worker", "distributed.core"):
+        logging.getLogger(name).addFilter(_without_traceback)

@@ -28,7 +28,7 @@ from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs, replace_run_lo
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.device.pool import SharedMemoryFull
 from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.worker.tiers import WorkerTiers

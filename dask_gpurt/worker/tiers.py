@@ -30,11 +30,10 @@ from dask_gpurt.frames.registry import tables_on
 from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
-from dask_gpurt.memory.ledger import CACHED, PARTITIONS, SPILLED_BY_LIBRARY, Ledger
+from dask_gpurt.memory.ledger import CACHED, PARTITIONS, SPILLED_BY_LIBRARY, Ledger, Tier
 from dask_gpurt.memory.peer_copies import COPIES_BYTES, COPIES_OF_LIMIT
 from dask_gpurt.memory.spilling import next_use
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.caches import RangeCache

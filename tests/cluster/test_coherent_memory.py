@@ -11,7 +11,7 @@ import dask_gpurt
 from dask_gpurt.device import discover
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import pools
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.observe import Fallback
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml
 from tests.helpers.far_device import Integrated

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from distributed import Worker, wait
 
-from dask_gpurt.memory.ledger import PARTITIONS
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import PARTITIONS, Tier
 from tests.helpers.in_process import on_cluster
 
 #: Memory limit of a worker, and size of a part; each worker has four parts, half of the limit.

@@ -24,8 +24,7 @@ from pyarrow.dataset import ParquetFileFormat
 
 import dask_gpurt
 from benchmarks.reads.store import serve
-from dask_gpurt.memory.ledger import CACHED
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import CACHED, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import Column, ColumnCache, Kept

@@ -19,8 +19,7 @@ from distributed import Client, wait
 
 import dask_gpurt
 from dask_gpurt.memory.accounting import Roots, owned
-from dask_gpurt.memory.ledger import PARTITIONS
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import PARTITIONS, Tier
 from tests.helpers.clusters import Library, cluster
 from tests.helpers.waiting import until
 

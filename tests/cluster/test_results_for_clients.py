@@ -12,7 +12,7 @@ import pandas as pd
 from distributed import wait
 from distributed.utils_comm import gather_from_workers
 
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.worker.data import RESULT_BYTES
 from tests.helpers.in_process import on_cluster, until
 

@@ -22,7 +22,7 @@ import pytest
 import dask_gpurt
 from benchmarks.reads.store import serve
 from dask_gpurt.memory.host import BlockPool, PinnedTier
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.columns import LEAST_AGE_NS, ColumnCache, ColumnRead

@@ -17,8 +17,7 @@ from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.client.session import register_method
-from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import Ledger, Tier
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S
 

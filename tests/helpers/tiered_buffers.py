@@ -10,9 +10,8 @@ import numpy as np
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
-from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.ledger import Ledger, Limits, Tier
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
 KIB = 1024

@@ -38,7 +38,7 @@ from dask_gpurt.client.planning.catalogue.schema import Schema
 from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
 from dask_gpurt.client.planning.fusing import described, fuse
-from dask_gpurt.client.planning.join_order.rule import JoinOrder
+from dask_gpurt.client.planning.join_order import JoinOrder
 from dask_gpurt.client.planning.keys import Plain, frozen, own, text_of_frame
 from dask_gpurt.client.planning.origins import Origins
 from dask_gpurt.client.planning.packed import LRU, forget_plans, pack

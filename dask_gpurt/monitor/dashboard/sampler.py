@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.monitor.dashboard.shuffles import ShuffleLog
 from dask_gpurt.observe.shown_tiers import SHOWN
 

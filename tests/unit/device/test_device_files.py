@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from dask_gpurt.memory.disk import CorruptFile, DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
-from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.ledger import Ledger, Limits, NoRoom, Tier
 from dask_gpurt.memory.serialize import Frames, Raw
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
 from tests.helpers.far_device import Far, FarDevice
 

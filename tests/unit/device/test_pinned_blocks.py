@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.host import BlockPool
-from dask_gpurt.memory.tiers import NoRoom, Tier
+from dask_gpurt.memory.ledger import NoRoom, Tier
 from tests.helpers.examples import examples
 from tests.helpers.small_tiers import BLOCK, frames, pinned
 

@@ -15,8 +15,7 @@ from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import ExchangeClosed
 from dask_gpurt.exchange.incoming import IncomingShard, Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
-from dask_gpurt.memory.ledger import RESERVATIONS
-from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.memory.ledger import RESERVATIONS, Limits, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.messages import RunInterrupted
 from tests.helpers.exchange_processes import Process

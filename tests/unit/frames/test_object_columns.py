@@ -30,8 +30,7 @@ from dask_gpurt.frames import Packed, Part, Piece
 from dask_gpurt.frames.pandas import PandasTable
 from dask_gpurt.frames.pickled import Chunks, Pickled
 from dask_gpurt.memory.accounting import owned
-from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
-from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, Limits, Tier
 from dask_gpurt.observe import Metrics
 from tests.helpers.tiered_buffers import new_tiered_buffer
 

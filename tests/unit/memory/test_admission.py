@@ -24,7 +24,7 @@ from dask_gpurt.memory.admission import (
     MemoryRequest,
     reservation,
 )
-from dask_gpurt.memory.tiers import Limits
+from dask_gpurt.memory.ledger import Limits
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.recording import Kind, Recording
 from tests.helpers.tiered_buffers import KIB, new_tiered_buffer

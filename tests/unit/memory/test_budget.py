@@ -16,7 +16,7 @@ from hypothesis import given
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
 from dask_gpurt.memory.budget import Claim, Memory, Shares, gpu_memory, host_memory, most_in_flight, share_out
-from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.memory.ledger import Limits, Tier
 from dask_gpurt.worker.tiers import WorkerTiers
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
 

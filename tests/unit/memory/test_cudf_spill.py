@@ -15,8 +15,8 @@ from distributed import Client, wait
 import dask_gpurt
 from dask_gpurt.device.libraries import spilled_by_libraries
 from dask_gpurt.memory.accounting import owned
+from dask_gpurt.memory.ledger import Limits, Tier
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.clusters import cluster
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer
 from tests.helpers.waiting import until

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import Ledger, Tier
 from dask_gpurt.worker.reports import REPORT_INTERVAL_S, MemoryReporter
 
 

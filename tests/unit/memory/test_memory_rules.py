@@ -21,10 +21,9 @@ from dask_gpurt.config import ConfigError
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import LiveAccount, Owned, owned
 from dask_gpurt.memory.budget import Claim, gpu_memory, host_memory, share_out
-from dask_gpurt.memory.ledger import OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
+from dask_gpurt.memory.ledger import OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger, Limits, Tier
 from dask_gpurt.memory.serialize import Frames, NotMovable, from_frames, to_frames
 from dask_gpurt.memory.spilling import EvictionCandidate, choose, order
-from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.objects import OBJECTS, same, scattered
 
 GIB = 2**30

@@ -12,9 +12,9 @@ import pytest
 
 from dask_gpurt.device.base import Fence
 from dask_gpurt.memory import reading, spilling
+from dask_gpurt.memory.ledger import Limits, Tier
 from dask_gpurt.memory.serialize import Frames, Raw, raw_frames
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.far_device import Far, FarDevice
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer
 from tests.helpers.waiting import on_thread

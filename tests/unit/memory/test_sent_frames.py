@@ -20,9 +20,9 @@ from hypothesis import given
 
 from dask_gpurt.device.base import Fence
 from dask_gpurt.device.host import HostDevice
+from dask_gpurt.memory.ledger import Limits
 from dask_gpurt.memory.serialize import Frames, Raw, message, raw_frames, to_frames
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Limits
 from tests.helpers.far_device import Far, FarDevice
 from tests.helpers.objects import OBJECTS, same, scattered
 from tests.helpers.tiered_buffers import new_tiered_buffer

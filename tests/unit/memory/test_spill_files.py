@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.disk import CorruptFile, DiskTier, aligned
-from dask_gpurt.memory.tiers import NoRoom, Tier
+from dask_gpurt.memory.ledger import NoRoom, Tier
 from tests.helpers.small_tiers import content, frames
 
 

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import HostTier
+from dask_gpurt.memory.ledger import NoRoom
 from dask_gpurt.memory.serialize import Frames
-from dask_gpurt.memory.tiers import NoRoom
 from tests.helpers.examples import examples
 from tests.helpers.small_tiers import BLOCK, CAPACITY, content, frames, pinned
 

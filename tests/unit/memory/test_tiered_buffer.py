@@ -12,8 +12,8 @@ import pytest
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.incoming import Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
+from dask_gpurt.memory.ledger import Limits, Tier
 from dask_gpurt.memory.store import TieredBuffer, serving
-from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
 

@@ -25,10 +25,9 @@ from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
-from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.ledger import Ledger, Limits, NoRoom, Tier
 from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
 from tests.helpers.examples import examples
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.ledger import Limits, Tier
 from dask_gpurt.memory.serialize import raw_frames
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
 from tests.helpers.waiting import on_thread, until
 

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from dask_gpurt.config import Size
 from dask_gpurt.memory.host import BlockPool, PinnedTier
-from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
+from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger, Limits, NoRoom, Tier
 from dask_gpurt.memory.serialize import raw_frames
-from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import arrow_tables
 from dask_gpurt.reads import columns as module

@@ -15,8 +15,7 @@ from dask._task_spec import Task, TaskRef
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 
 from dask_gpurt.dask_hooks.parquet_files import pieces_read
-from dask_gpurt.memory.ledger import CACHED, ClusterMemory, Ledger
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import CACHED, ClusterMemory, Ledger, Tier
 from dask_gpurt.scheduler.read_places import ReadPlaces
 from tests.helpers.bare_scheduler import BareState
 

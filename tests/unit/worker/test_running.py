@@ -17,7 +17,7 @@ from distributed.worker_state_machine import ExecuteFailureEvent
 from dask_gpurt import config
 from dask_gpurt.device.pool import SharedMemoryFull
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.memory.ledger import Limits, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.worker import tasks as running
 from dask_gpurt.worker.tasks import TaskRunner

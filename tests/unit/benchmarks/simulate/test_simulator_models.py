@@ -25,7 +25,7 @@ from benchmarks.simulate.links import Link, Place, Speed, Topology
 from benchmarks.simulate.network import Network
 from benchmarks.simulate.tiers import RuntimeTiers, TierLink, Tiers
 from benchmarks.simulate.worker import TieredWorker, VirtualWorker
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import Tier
 from tests.helpers.clusters_of_machines import NO_OVERHEADS
 
 SPEEDS = {Link.SHARED_MEMORY: Speed(100.0, 0.0), Link.TCP: Speed(10.0, 0.0), Link.RDMA: Speed(50.0, 0.5)}

@@ -16,10 +16,10 @@ from dask.dataframe.dask_expr._merge import Merge
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.client.planning import join_order
 from dask_gpurt.client.planning.cache import EARLY_RULES
-from dask_gpurt.client.planning.join_order import costs, rule
+from dask_gpurt.client.planning.join_order import JoinOrder, costs
 from dask_gpurt.client.planning.join_order.costs import RowEstimates
-from dask_gpurt.client.planning.join_order.rule import JoinOrder
 from dask_gpurt.client.planning.reads import files_of, lower, read_of
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.sorting import SortOnce
@@ -185,7 +185,7 @@ def test_results_are_the_same_in_any_order(read: Source, tree: Any) -> None:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         patch.setattr(costs, "TO_JOIN", -9.0)  # the more bytes are joined the better, which changes most
-        patch.setattr(rule, "WORTHWHILE", -1e9)
+        patch.setattr(join_order, "WORTHWHILE", -1e9)
         expected = built(tables().__getitem__, tree)
         if len(expected) > MOST_ROWS:
             return
@@ -278,7 +278,7 @@ LARGE_FIRST: dict[str, tuple[Program, Any]] = {
 
 @pytest.mark.parametrize("name", LARGE_FIRST)
 def test_small_tables_are_joined_first(read: Source, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "WORTHWHILE", 1.0)
+    monkeypatch.setattr(join_order, "WORTHWHILE", 1.0)
     program, order = LARGE_FIRST[name]
     result = program({table: read(table) for table in tables()})
     plan, facts = tuned(result, JoinOrder())

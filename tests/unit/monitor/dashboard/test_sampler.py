@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.memory.ledger import ClusterMemory, Ledger
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.ledger import ClusterMemory, Ledger, Tier
 from dask_gpurt.monitor.dashboard.sampler import (
     ALL,
     MAX_GONE,
