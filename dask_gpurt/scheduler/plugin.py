@@ -19,7 +19,7 @@ from distributed.protocol.pickle import dumps
 from dask_gpurt import config, dask_hooks
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.dask_hooks.worker import CLOSING
+from dask_gpurt.dask_hooks.worker import CLOSING, PromptStreams
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.counting import METHOD_TOPIC
@@ -56,7 +56,6 @@ from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.switching import Switch, Workers
 from dask_gpurt.scheduler.worker_calls import SilentWorkers, make_room
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin, spare_tracebacks
-from dask_gpurt.worker.streams import PromptStreams
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.parquet_files import renew_files
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing, put_results
+from dask_gpurt.dask_hooks.worker import PromptStreams, call_scheduler, call_soon, is_closing, put_results
 from dask_gpurt.device import Streams
 from dask_gpurt.device.discover import kinds
 from dask_gpurt.exchange import Exchange, ExchangeClosed
@@ -69,7 +69,6 @@ from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.programs import WorkerPrograms
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
 from dask_gpurt.worker.reports import TrafficReporter, add_metric, amounts, progress
-from dask_gpurt.worker.streams import PromptStreams
 from dask_gpurt.worker.tasks import RunLookup
 from dask_gpurt.worker.tiers import WorkerTiers
 from dask_gpurt.worker.tracing import WorkerTracing

@@ -9,7 +9,7 @@ from distributed import Event, Worker
 from distributed.batched import BatchedSend
 
 import dask_gpurt
-from dask_gpurt.worker.streams import PromptStreams
+from dask_gpurt.dask_hooks.worker import PromptStreams
 from tests.helpers.in_process import on_cluster, on_plain_cluster, until
 
 
