@@ -55,8 +55,6 @@ class Cluster:
     ----------
     speeds
         Speeds by class of link; missing classes have the shipped speeds.
-    between
-        Speeds of TCP from each host to each other; none if all have that of the class.
     racks
         The rack of each host, if there are racks.
     uplink
@@ -66,7 +64,6 @@ class Cluster:
     name: str
     machines: Sequence[Machine]
     speeds: Mapping[Link | TierLink, Speed] = field(default_factory=dict)
-    between: Mapping[tuple[str, str], Speed] = field(default_factory=dict)
     racks: Mapping[str, str] = field(default_factory=dict)
     uplink: float = float("inf")
 

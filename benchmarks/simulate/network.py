@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from benchmarks.simulate.clock import Clock
-from benchmarks.simulate.links import Link, Speed, Topology
+from benchmarks.simulate.links import Link, Topology
 
 #: A port recomputes its shares when more than this fraction of its transfers has started or ended: each time
 #: with up to 16 transfers, less often beyond that, since all transfers of the port have to be updated.
@@ -55,11 +55,9 @@ class Network:
     """Move bytes between workers, each transfer at the rate of its narrowest port.
 
     NVLink, PCIe, shared memory and RDMA have an inbound and an outbound port at each worker, since hosts with
-    many devices have an RDMA NIC per device. TCP has one pair of ports per host, as fast as its fastest link
-    in that direction. Racks are joined by uplinks.
+    many devices have an RDMA NIC per device. TCP has one pair of ports per host. Racks are joined by uplinks.
 
     ``topology``: the links between workers, with their speeds for a single transfer.
-    ``between``: speeds of TCP from each host to each other; none if all have that of the topology.
     ``racks``: the rack of each host, if there are racks.
     ``uplink``: bytes per second, in each direction, between a rack and all other racks.
     """
@@ -69,14 +67,12 @@ class Network:
         clock: Clock,
         topology: Topology,
         *,
-        between: Mapping[tuple[str, str], Speed] | None = None,
         racks: Mapping[str, str] | None = None,
         uplink: float = float("inf"),
         moved: Callable[[Transfer], None] = lambda transfer: None,
     ):
         self._clock = clock
         self._topology = topology
-        self._between = between or {}
         self._racks = racks or {}
         self._uplink = uplink
         self._moved = moved
@@ -84,19 +80,12 @@ class Network:
 
     def send(self, source: str, target: str, nbytes: int, done: Callable[[], None] = _nothing) -> None:
         """Start a transfer; call ``done`` when it completes."""
-        link, speed = self._way(source, target)
+        link, speed = self._topology.way(source, target)
         transfer = Transfer(source, target, link, nbytes)
         transfer.done = done
         transfer.bandwidth, transfer.sent = speed.bandwidth, self._clock.now
         transfer.ports = tuple(self._passed(transfer))
         self._clock.after(speed.latency, self._start, transfer)
-
-    def _way(self, source: str, target: str) -> tuple[Link, Speed]:
-        link, speed = self._topology.way(source, target)
-        places = self._topology.place(source), self._topology.place(target)
-        if link is Link.TCP and places[0] and places[1]:
-            speed = self._between.get((places[0].host, places[1].host), speed)
-        return link, speed
 
     # ---- ports -----------------------------------------------------------------------
 
@@ -106,20 +95,14 @@ class Network:
             return
         ends: tuple[str, str] = (transfer.source, transfer.target)
         places = self._topology.place(transfer.source), self._topology.place(transfer.target)
-        if transfer.link is Link.TCP and places[0] and places[1]:
+        if transfer.link is Link.TCP:
             ends = places[0].host, places[1].host
-        for end, way in enumerate(("out", "in")):
-            name = transfer.link, way, ends[end]
-            if name not in self._ports:
-                speeds = [speed for pair, speed in self._between.items() if pair[end] == ends[end]]
-                fastest = max((speed.bandwidth for speed in speeds), default=0.0)
-                self._ports[name] = Port(max(fastest, transfer.bandwidth))
-            yield self._ports[name]
-        if places[0] and places[1]:
-            racks = self._racks.get(places[0].host), self._racks.get(places[1].host)
-            if racks[0] != racks[1]:
-                yield self._port(("uplink", "out", racks[0]), self._uplink)
-                yield self._port(("uplink", "in", racks[1]), self._uplink)
+        for end, way in zip(ends, ("out", "in"), strict=True):
+            yield self._port((transfer.link, way, end), transfer.bandwidth)
+        racks = self._racks.get(places[0].host), self._racks.get(places[1].host)
+        if racks[0] != racks[1]:
+            yield self._port(("uplink", "out", racks[0]), self._uplink)
+            yield self._port(("uplink", "in", racks[1]), self._uplink)
 
     def _port(self, name: Hashable, bandwidth: float) -> Port:
         return self._ports.setdefault(name, Port(bandwidth))

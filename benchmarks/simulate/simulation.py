@@ -16,7 +16,6 @@ from benchmarks.simulate.cluster import Cluster, Machine, address
 from benchmarks.simulate.network import Network, Transfer
 from benchmarks.simulate.report import Result
 from benchmarks.simulate.scheduler import VirtualScheduler
-from benchmarks.simulate.shuffles import VirtualShuffles
 from benchmarks.simulate.work import Submission, Work, Workload
 from benchmarks.simulate.worker import Overheads, VirtualWorker
 from dask_gpurt.dask_hooks.types import GraphNode
@@ -73,7 +72,6 @@ class Simulation:
         self.network = Network(
             self.clock,
             self.topology,
-            between=cluster.between,
             racks=cluster.racks,
             uplink=cluster.uplink,
             moved=self._on_transfer,
@@ -82,7 +80,6 @@ class Simulation:
             self.scheduler = VirtualScheduler(
                 self.clock, self.overheads.scheduler, self._on_client_messages, self.overheads.decision
             )
-        self.shuffles = VirtualShuffles(self.works, self.scheduler, self.network)
         self.workers: dict[str, VirtualWorker] = {}
         self.runs: Counter[str] = Counter()
         self._arrived: list[Name] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from benchmarks.simulate.clock import Name
 from dask_gpurt.dask_hooks.types import Alias, GraphNode, Task, TaskRef
@@ -23,9 +23,6 @@ class Work:
         Bytes that it needs while running, besides its inputs and its result.
     worker
         The number of the only worker that may run it; None if any worker may.
-    shards
-        For an output of one of the runtime's shuffles: bytes received from each transfer, by key of the
-        transfer. The output needs the barrier as an input, and the barrier needs the transfers.
     alias
         Whether it only names its one input, as graphs on persisted collections do.
     """
@@ -36,7 +33,6 @@ class Work:
     nbytes: int
     workspace: int = 0
     worker: int | None = None
-    shards: Mapping[Name, int] = field(default_factory=dict)
     alias: bool = False
 
     def task(self) -> GraphNode:

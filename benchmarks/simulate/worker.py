@@ -39,7 +39,6 @@ from distributed.worker_state_machine import (
 from benchmarks.simulate.clock import Clock
 from benchmarks.simulate.links import Speed
 from benchmarks.simulate.network import Network
-from benchmarks.simulate.shuffles import VirtualShuffles
 from benchmarks.simulate.tiers import Capacity, RuntimeTiers, TierLink, Tiers
 from benchmarks.simulate.work import Work
 from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, MemoryEstimator, MemoryRequest
@@ -101,9 +100,6 @@ class Environment(Protocol):
     network: Network
     overheads: Overheads
     works: Mapping[str, Work]
-
-    @property
-    def shuffles(self) -> VirtualShuffles: ...
 
     def peer(self, address: str) -> VirtualWorker: ...
 
@@ -221,11 +217,10 @@ class VirtualWorker:
     def _execute(self, key: str) -> None:
         work = self._environment.works[key]
         ready = self._after_moves(self.tiers.hold(work.needs, work.nbytes + work.workspace))
-        self._environment.shuffles.on_start(work)
-        self._environment.shuffles.when_there(work, partial(self._begin, work, ready))
+        self._begin(work, ready)
 
     def _begin(self, work: Work, ready: float) -> None:
-        """Run a task whose shards have arrived, once its inputs are live."""
+        """Run a task once its inputs are live."""
         start = max(ready, self._clock.now) + self._environment.overheads.task
         self._started[work.key] = start
         run_id = self.state.tasks[work.key].run_id
@@ -235,7 +230,6 @@ class VirtualWorker:
         del self._started[work.key]
         self.tiers.release(work.needs, work.nbytes + work.workspace)
         self._environment.on_task_finished(work)
-        self._environment.shuffles.on_end(work, self.address)
         self._stimulate(
             ExecuteSuccessEvent(
                 key=work.key,

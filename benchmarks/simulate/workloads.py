@@ -41,14 +41,13 @@ class Graph:
         nbytes: float,
         seconds: float | None = None,
         workspace: float = 0,
-        shards: Mapping[Name, int] | None = None,
     ) -> Name:
         """Add a task. By default its duration follows from the bytes of its inputs."""
         if seconds is None:
             taken = sum(self.sizes[need] for need in needs)
             seconds = MIN_TASK_S + (taken / COMPUTE_BANDWIDTH if needs else nbytes / READ_BANDWIDTH)
         key = Name(f"('{name}', {index})")
-        self.works.append(Work(key, tuple(needs), seconds, int(nbytes), int(workspace), shards=shards or {}))
+        self.works.append(Work(key, tuple(needs), seconds, int(nbytes), int(workspace)))
         self.sizes[key] = int(nbytes)
         return key
 
@@ -164,27 +163,6 @@ def shuffle_join(scale: Scale, rng: random.Random) -> Workload:
     return _join("shuffle-join", scale, _even(scale.partitions))
 
 
-def runtime_join(scale: Scale, rng: random.Random) -> Workload:
-    """Shuffle two unevenly partitioned tables with the runtime's own shuffles, merge, and count the rows."""
-    graph = Graph()
-    sent: dict[Name, int] = {}
-    barriers = []
-    for side, share in (("left", 0.2), ("right", 0.1)):
-        read = graph.read(side, [nbytes * rng.uniform(0.2, 1.8) for nbytes in scale.each(share)])
-        transfers = [graph.add(f"shuffle-transfer-{side}", i, [key], nbytes=0) for i, key in enumerate(read)]
-        for transfer, key in zip(transfers, read, strict=True):
-            sent[transfer] = graph.sizes[key] // scale.partitions
-        barriers.append(graph.add(f"shuffle-barrier-{side}", 0, transfers, nbytes=0))
-    size = sum(sent.values())
-    seconds = MIN_TASK_S + size / COMPUTE_BANDWIDTH
-    merged = [
-        graph.add("merge-lr", i, barriers, nbytes=size, seconds=seconds, shards=sent)
-        for i in range(scale.partitions)
-    ]
-    counts = [graph.add("count-m", i, [key], nbytes=8) for i, key in enumerate(merged)]
-    return Workload("runtime-join", [graph.submission([_reduce(graph, "sum", counts, 8, 8)])])
-
-
 def skewed_join(scale: Scale, rng: random.Random) -> Workload:
     """Run :func:`shuffle_join` with a fifth of all rows in a hundredth of the partitions."""
     return _join("skewed-join", scale, _skewed(scale.partitions))
@@ -273,7 +251,6 @@ def random_dag(scale: Scale, rng: random.Random) -> Workload:
 WORKLOADS: Mapping[str, Callable[[Scale, random.Random], Workload]] = {
     "shuffle-join": shuffle_join,
     "skewed-join": skewed_join,
-    "runtime-join": runtime_join,
     "tree-reduction": tree_reduction,
     "persisted-reuse": persisted_reuse,
     "pipeline": pipeline,

@@ -17,7 +17,6 @@ from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.client.session import register_method
-from dask_gpurt.memory.ledger import Ledger, Tier
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S
 
@@ -123,11 +122,3 @@ def on_plain_cluster(workers: int = 2, **settings: Any) -> Decorator:
 
 def whole_state(scheduler: Any, *workers: Any) -> dict[str, Any]:
     return state(SimpleNamespace(scheduler=scheduler, workers={w.address: w for w in workers}))  # type: ignore
-
-
-def believed_full(scheduler: Any, worker: str) -> None:
-    """Make a scheduler believe permanently that a worker has no free memory."""
-    memory, full = scheduler.extensions["gpurt"].cluster_memory, Ledger(dict.fromkeys(Tier, 0)).snapshot()
-    apply = memory.apply
-    memory.apply = lambda at, message: apply(at, full if at == worker else message)
-    scheduler.extensions["gpurt"].memory_changed(worker, **full)

@@ -49,36 +49,7 @@ def run(cluster: Cluster, *works: Work, **options: Any) -> Simulation:
     return simulation
 
 
-# ---- shuffles of the runtime, and the duration of decisions -----------------------------
-
-
-def shuffle(inputs: Sequence[Work], nbytes: int, outputs: int = 2) -> list[Work]:
-    """Return transfers, their barrier, and outputs that take this many bytes of each transfer."""
-    transfers = [
-        Work(Name(f"('transfer', {number})"), (one.key,), 1.0, 0) for number, one in enumerate(inputs)
-    ]
-    barrier = Work(Name("barrier"), tuple(one.key for one in transfers), 0.0, 0)
-    shards = {one.key: nbytes for one in transfers}
-    return [
-        *transfers,
-        barrier,
-        *[
-            Work(Name(f"('output', {number})"), (barrier.key,), 1.0, nbytes, shards=shards)
-            for number in range(outputs)
-        ],
-    ]
-
-
-def pinned(name: str, worker: int, nbytes: int) -> Work:
-    return Work(Name(f"('{name}', 0)"), (), 0.0, nbytes, worker=worker)
-
-
-def test_shards_go_to_the_owners_of_outputs_and_these_wait_for_them() -> None:
-    data = [pinned(f"data{number}", number, 200 * MB) for number in range(2)]
-    done = run(on_one_host(2), *data, *shuffle(data, 100 * MB))
-    # Each worker sends the other a shard of 100 MB, both at once.
-    assert done.result.bytes == {"shared-memory": 200 * MB}
-    assert done.result.makespan == pytest.approx(1 + 100 * MB / SPEED + 1, rel=1e-3)
+# ---- the duration of decisions --------------------------------------------------------
 
 
 def test_decisions_take_the_time_of_the_scheduler() -> None:
