@@ -13,8 +13,8 @@ OLDEST=2026.7.1
 # Tests that can fail because of Dask's version: of the seams, of the planner, which names Dask's expressions, and one file of
 # clusters for each mechanism.
 OF_DASK=(
-    tests/unit/{client,dask_hooks}
-    tests/cluster/test_{dask_hooks,labels,p2p_events,placement,planning,rechunk,recovery,retirement,right_rows}.py
+    tests/unit/{client,dask_hooks} tests/unit/scheduler/test_read_places.py
+    tests/cluster/test_{dask_hooks,labels,p2p_events,planning,rechunk,recovery,retirement,right_rows}.py
     tests/cluster/test_{results_for_clients,small_results,switching,takeover,tiers}.py
 )
 SLOW="slow and not nightly"
