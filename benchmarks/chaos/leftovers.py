@@ -48,7 +48,7 @@ class Probe:
 
 def probe(dask_worker: WorkerServer) -> Probe:
     """Collect the resources of this worker process."""
-    gc.collect()  # errors keep frames, which keep runs, which keep shards: in cycles, and nothing else runs here
+    gc.collect()  # errors keep frames, which keep runs, which keep shards
     shuffles: Any = dask_worker.plugins.get("shuffle")
     active = active_runs(shuffles).values() if shuffles is not None else ()
     return Probe(

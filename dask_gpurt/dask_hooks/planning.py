@@ -44,7 +44,8 @@ from dask.typing import Key
 from dask.utils import methodcaller
 from fsspec.config import conf as fsspec_options
 
-from dask_gpurt.dask_hooks.making import PLAIN, LastStep, defer_metadata, make_faster
+from dask_gpurt.dask_hooks.lighter_tasks import LastStep, defer_metadata
+from dask_gpurt.dask_hooks.making import PLAIN, make_faster
 from dask_gpurt.dask_hooks.parquet_files import OF_FILES, has_options, version_of_files
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING

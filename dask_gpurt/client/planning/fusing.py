@@ -18,7 +18,7 @@ from dask.core import flatten
 from dask.typing import Key
 
 from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, known_schema
-from dask_gpurt.dask_hooks.making import last_step
+from dask_gpurt.dask_hooks.lighter_tasks import last_step
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     PlanWrapper,

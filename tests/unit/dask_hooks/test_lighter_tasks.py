@@ -13,8 +13,8 @@ from dask.dataframe.multi import merge_chunk
 from dask.tokenize import tokenize
 from distributed.protocol.pickle import dumps, loads
 
-from dask_gpurt.dask_hooks import making
-from dask_gpurt.dask_hooks.making import LateMetadata, defer_metadata
+from dask_gpurt.dask_hooks import lighter_tasks
+from dask_gpurt.dask_hooks.lighter_tasks import LateMetadata, defer_metadata
 from dask_gpurt.dask_hooks.planning import graph_of
 
 LEFT = pd.DataFrame({"key": [0, 1, 2], "kind": pd.Categorical(["a", "b", "a"])}, index=[3.0, 4.0, 5.0])
@@ -59,7 +59,7 @@ def test_tasks_have_the_tokens_that_they_have_with_dask() -> None:
 
 
 def test_other_joins_of_dask_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "_is_known", lambda seam: False)
+    monkeypatch.setattr(lighter_tasks, "_is_known", lambda seam: False)
     graph = dict(joined(fuse=False).expr.__dask_graph__())
     defer_metadata(graph)
     (join,) = joins(graph.values())
