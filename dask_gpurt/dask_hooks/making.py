@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import NoneType
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
 from dask._expr import Expr, _unpack_collections
-from dask.tokenize import normalize_object, normalize_token
+from dask.tokenize import _ENSURE_DETERMINISTIC, _IDENTITY_DISPATCH, normalize_object, normalize_token
+from dask.typing import no_default
+from dask.utils import methodcaller
 
 from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.patch import PatchSet
@@ -23,14 +25,23 @@ from dask_gpurt.dask_hooks.seams import MAKING
 
 #: Types whose values are hashed as they are written.
 PLAIN = frozenset([NoneType, bool, int, float, str])
+#: Stands for no value.
+_NEITHER: Any = object()
 #: The most levels of lists, tuples and dicts in an operand; what contains itself is left to Dask.
 _MOST_LEVELS = 8
-#: What Dask hashes of a class of its own, and as it is written, as a part of the name of each expression.
-_TOKENS_OF_CLASSES: dict[type, tuple[Any, str]] = {}
+#: Types of which each value is pickled to be hashed.
+_PICKLED = frozenset([type, FunctionType, BuiltinFunctionType, methodcaller, type(no_default)])
+#: The packages whose values of these types do not change while a process runs.
+_PACKAGES = frozenset(["dask", "dask_cudf", "dask_gpurt", "operator", "_operator"])
+#: What Dask hashes of those, and as it is written, as a part of the name of each expression.
+_TOKENS: dict[Any, tuple[Any, str]] = {}
+
+#: Writes what Dask hashes of a value of any other type.
+Other = Callable[[Any], str]
 
 
-class _UnknownError(Exception):
-    """An operand is of another type."""
+class _TooDeepError(Exception):
+    """An operand has too many levels."""
 
 
 def make_faster(patches: PatchSet, described: Callable[[Any], str | None] = lambda value: None) -> None:
@@ -45,7 +56,10 @@ def make_faster(patches: PatchSet, described: Callable[[Any], str | None] = lamb
     patches.replace_all(
         {
             MAKING["__new__"]: lambda original: partial(_new, original),
-            MAKING["__dask_tokenize__"]: lambda original: partial(_token, original, described),
+            MAKING["__dask_tokenize__"]: lambda original: partial(
+                _token, original, partial(_described_or_strict, described)
+            ),
+            MAKING["_tokenize"]: lambda original: partial(_tokenize, original),
         }
     )
     patches.add_item(normalize_token._lookup, type, token_of_class)
@@ -68,41 +82,72 @@ def _new(
     return made
 
 
-def _token(original: Callable[[Any], str], described: Callable[[Any], str | None], expr: Any) -> str:
+def _token(original: Callable[[Any], str], other: Other, expr: Any) -> str:
     """Return the hash that the name of an expression ends with."""
     if not (token := expr._determ_token):
         try:
-            text = _written_items([type(expr), *expr.operands], 0, described)
-        except _UnknownError:
+            token = expr._determ_token = _hash_of([type(expr), *expr.operands], other)
+        except _TooDeepError:
             return original(expr)
-        token = expr._determ_token = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
     found: str = token
     return found
 
 
-def _written_items(values: Sequence[Any], level: int, described: Callable[[Any], str | None]) -> str:
+def _tokenize(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+    """Return the hash of any values."""
+    try:
+        return original(*args, **kwargs) if kwargs else _hash_of(args, _normalized)
+    except _TooDeepError:
+        return original(*args)
+
+
+def _hash_of(values: Sequence[Any], other: Other) -> str:
+    return hashlib.md5(_written_items(values, 0, other).encode(), usedforsecurity=False).hexdigest()
+
+
+def _normalized(value: Any) -> str:
+    return repr(value if isinstance(value, _IDENTITY_DISPATCH) else normalize_token(value))
+
+
+def _described_or_strict(described: Callable[[Any], str | None], value: Any) -> str:
+    """Write what describes a value, or what Dask hashes, which is an error if it differs each time."""
+    if (text := described(value)) is not None:
+        return text
+    if _ENSURE_DETERMINISTIC.get(_NEITHER) is not _NEITHER:  # part of what is hashed in a way of its own
+        return _normalized(value)
+    strict = _ENSURE_DETERMINISTIC.set(True)
+    try:
+        return _normalized(value)
+    finally:
+        _ENSURE_DETERMINISTIC.reset(strict)
+
+
+def _written_items(values: Sequence[Any], level: int, other: Other) -> str:
     """Write what Dask hashes of values: a tuple of what it hashes of each."""
-    items = ", ".join([_written(each, level, described) for each in values])
+    items = ", ".join([_written(each, level, other) for each in values])
     return f"({items},)" if len(values) == 1 else f"({items})"
 
 
-def _written(value: Any, level: int, described: Callable[[Any], str | None]) -> str:
+def _written(value: Any, level: int, other: Other) -> str:
     kind = type(value)
     if kind in PLAIN:
         return repr(value)
     if isinstance(value, Expr):
         return repr(value.__dask_tokenize__())
-    if kind is type:
-        return _written_class(value)
+    if kind in _PICKLED:
+        known = _known_token(value, normalize_token)
+        return other(value) if known is None else known[1]
     if level > _MOST_LEVELS:
-        raise _UnknownError
+        raise _TooDeepError
     if kind is list or kind is tuple:
-        return f"('{kind.__name__}', {_written_items(value, level + 1, described)})"
+        return f"('{kind.__name__}', {_written_items(value, level + 1, other)})"
     if kind is dict:
-        return f"('dict', {_written_items(sorted(value.items(), key=_text_of_key), level + 1, described)})"
-    if (text := described(value)) is None:
-        raise _UnknownError
-    return text
+        return f"('dict', {_written_items(sorted(value.items(), key=_text_of_key), level + 1, other)})"
+    if kind is MethodType:
+        return f"({_written(value.__self__, level + 1, other)}, {value.__name__!r})"
+    if kind is partial:
+        return _written_items((value.func, value.args, value.keywords), level + 1, other)
+    return other(value)
 
 
 def _text_of_key(item: tuple[Any, Any]) -> str:
@@ -110,20 +155,17 @@ def _text_of_key(item: tuple[Any, Any]) -> str:
 
 
 def token_of_class(kind: type) -> Any:
-    """Return what Dask hashes of a class; its own are pickled once, and not for each expression."""
-    found = _TOKENS_OF_CLASSES.get(kind)
-    if found is None:
-        token = normalize_object(kind)
-        found = (token, repr(token))
-        if str(kind.__module__).partition(".")[0] in ("dask", "dask_cudf", "dask_gpurt"):
-            _TOKENS_OF_CLASSES[kind] = found
-    return found[0]
+    """Return what Dask hashes of a class."""
+    known = _known_token(kind, normalize_object)
+    return normalize_object(kind) if known is None else known[0]
 
 
-def _written_class(kind: type) -> str:
-    found = _TOKENS_OF_CLASSES.get(kind)
-    if found is None:
-        token_of_class(kind)
-        if (found := _TOKENS_OF_CLASSES.get(kind)) is None:
-            raise _UnknownError
-    return found[1]
+def _known_token(value: Any, normalize: Callable[[Any], Any]) -> tuple[Any, str] | None:
+    """Return what Dask hashes of a class or function of its own, which is pickled once; None of others."""
+    if (found := _TOKENS.get(value)) is not None:
+        return found
+    is_local = "<" in getattr(value, "__qualname__", "")
+    if is_local or str(value.__module__).partition(".")[0] not in _PACKAGES:
+        return None
+    token = normalize(value)
+    return _TOKENS.setdefault(value, (token, repr(token)))

@@ -297,6 +297,8 @@ MAKING = SeamGroup(
         Seam("dask.tokenize:_normalize_seq_func", "seq", bodies=("4014e04b14ac",)),
         Seam("dask.tokenize:normalize_seq", "seq", bodies=("611c6bdd868a",)),
         Seam("dask.tokenize:normalize_dict", "d", bodies=("c1d5df081dee",)),
+        Seam("dask.tokenize:normalize_partial", "func", bodies=("01ff94c344c6",)),
+        Seam("dask.tokenize:normalize_bound_method", "meth", bodies=("c5e459b21ae3",)),
         Seam("dask.tokenize:normalize_object", "o", bodies=("108df734f282",)),
     ),
     without="planning takes longer",

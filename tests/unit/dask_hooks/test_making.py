@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import operator
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
 from dask._expr import Expr, _ExprSequence
-from dask.tokenize import TokenizationError, _tokenize_deterministic
+from dask.base import compute
+from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
+from dask.typing import no_default
 from dask.utils import M
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,11 +40,14 @@ class Operation(Expr):
     _defaults = {"second": "b", "third": None}
 
 
+TOKENIZE_OF_DASK = sys.modules["dask.tokenize"]._tokenize
 INNER: Any = Operation("inner")
 VALUES = (
     *(None, True, 1, 1.0, -0.0, float("nan"), "", "it's", "ü", b"a", np.float64(1), np.int8(1), Colour.RED),
     *(pd.Timestamp(2020, 1, 1), Operation, Colour, int, operator.add, M.sum, slice(1), range(2), INNER),
     *(partial(operator.add, 1), np.dtype("int8"), pd.DataFrame({"a": [1]}), pd.Index(["a"]), [], (), {}, {1}),
+    *(no_default, partial(partial, max, key=[1]), "a".upper, INNER.operand, Colour.mro, Expr._reconstruct),
+    *(np.array([1]), pd.Timestamp(0, tz="UTC"), pd.NaT, pd.NA, OrderedDict(a=1), defaultdict(list), compute),
 )
 nested = st.recursive(
     st.sampled_from(VALUES),
@@ -61,10 +69,17 @@ def _faster() -> Iterator[None]:
     patches.restore()
 
 
+def dask_tokenize(*args: Any, **kwargs: Any) -> str:
+    with patch.object(sys.modules["dask.tokenize"], "_tokenize", TOKENIZE_OF_DASK):
+        return _tokenize_deterministic(*args, **kwargs)
+
+
 @given(operands=st.lists(nested, min_size=1, max_size=5))
 def test_names_are_those_that_dask_gives(operands: list[Any]) -> None:
     made: Any = _ExprSequence(*operands)  # any of Dask's: a class of somebody else is named by Dask
-    assert made.deterministic_token == _tokenize_deterministic(_ExprSequence, *made.operands)
+    values = [_ExprSequence, *made.operands]
+    assert made.deterministic_token == tokenize(*values) == dask_tokenize(*values)
+    assert tokenize(*values, name=1) == dask_tokenize(*values, name=1)
     assert [type(each) for each in made.operands[: len(operands)]] == [type(each) for each in operands]
 
 
@@ -82,11 +97,13 @@ def test_operands_are_given_by_name_by_default_or_as_collections() -> None:
 def test_what_cannot_be_hashed_or_contains_itself_fails_or_is_named_as_with_dask() -> None:
     deep: list[Any] = []
     deep.append(deep)
-    assert _ExprSequence(deep).deterministic_token == _tokenize_deterministic(_ExprSequence, deep)
-    assert Operation(1).deterministic_token == _tokenize_deterministic(Operation, 1, "b", None)
+    assert _ExprSequence(deep).deterministic_token == dask_tokenize(_ExprSequence, deep)
+    assert _tokenize_deterministic(deep) == dask_tokenize(deep)
+    assert Operation(1).deterministic_token == dask_tokenize(Operation, 1, "b", None)
     for kind in (_ExprSequence, Operation):
         with pytest.raises(TokenizationError):
             kind(object())
+    assert tokenize(object()) != tokenize(object())  # is no error where it need not be the same
 
 
 def test_operands_may_be_named_by_what_describes_them() -> None:
