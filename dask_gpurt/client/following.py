@@ -205,6 +205,7 @@ def prepare() -> None:
         for module in ("lowering", "planning"):
             importlib.import_module(f"dask_gpurt.client.{module}")
         importlib.import_module("dask_gpurt.client.planning.keys").environment()
+        importlib.import_module("dask_gpurt.dask_hooks.planning").prepare()
     finally:
         if collects:
             gc.enable()

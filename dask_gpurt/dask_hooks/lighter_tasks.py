@@ -36,6 +36,13 @@ def _is_known(seam: Seam) -> bool:
     return seam.difference() is None
 
 
+@cache
+def compare() -> None:
+    """Compare the sources of Dask that this depends on, which are read from files, for later calls."""
+    for seam in (_STEPS, _JOIN):
+        _is_known(seam)
+
+
 # ---- last steps of reductions ------------------------------------------------------------------------
 
 #: The tasks of a reduction.

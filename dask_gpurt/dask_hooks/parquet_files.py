@@ -100,12 +100,18 @@ def look_at_files(
     ``differs``: takes how dask_cudf differs from the known one, which then looks at the files itself.
     """
     if isinstance(expr, parquet.ReadParquetFSSpec) and _is_engine_of_cudf(expr.engine):
-        if (difference := _META_OF_CUDF.difference()) is not None:
+        if (difference := difference_of_cudf()) is not None:
             differs(difference)
         elif (known := _as_for_pandas(look, expr, convert)) is not None:
             tell_of_files(expr, known)
             return known
     return look(expr)
+
+
+@cache
+def difference_of_cudf() -> str | None:
+    """Return how dask_cudf describes files otherwise than the known one; None if it does not."""
+    return _META_OF_CUDF.difference()
 
 
 def _as_for_pandas(
@@ -474,7 +480,8 @@ copyreg.pickle(FileInfo, _reduced_info)
 
 
 @cache
-def _uses_the_name_only() -> bool:
+def uses_the_name_only() -> bool:
+    """Return whether a task that reads uses nothing of its metadata but the name of the columns."""
     return _READ_PART.difference() is None
 
 
@@ -485,7 +492,7 @@ def _reduced_reader(reader: ParquetFunctionWrapper) -> Any:
     takes memory of the device for each column.
     """
     state = dict(vars(reader))
-    if _uses_the_name_only():
+    if uses_the_name_only():
         state["meta"] = SimpleNamespace(columns=SimpleNamespace(name=reader.meta.columns.name))
     return copyreg.__newobj__, (ParquetFunctionWrapper,), state  # type: ignore[attr-defined]
 

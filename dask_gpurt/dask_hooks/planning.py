@@ -20,6 +20,7 @@ import pandas as pd
 from dask._collections import new_collection
 from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence, optimize_until
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
+from dask.backends import detect_entrypoints
 from dask.base import collections_to_expr
 from dask.dataframe.dask_expr import _shuffle
 from dask.dataframe.dask_expr._expr import (
@@ -44,6 +45,7 @@ from dask.typing import Key
 from dask.utils import methodcaller
 from fsspec.config import conf as fsspec_options
 
+from dask_gpurt.dask_hooks import lighter_tasks, parquet_files
 from dask_gpurt.dask_hooks.lighter_tasks import LastStep, defer_metadata
 from dask_gpurt.dask_hooks.making import PLAIN, make_faster
 from dask_gpurt.dask_hooks.parquet_files import OF_FILES, has_options, version_of_files
@@ -404,6 +406,16 @@ def shuffled_by_index(binary: Any) -> Any:
 def with_rows_in_order(groups: Any, lowered: Any) -> Any:
     """Return a lowered function of groups that takes rows as they come, and does not sort by their index."""
     return lowered.substitute_parameters({"dask_func": groups._shuffle_grp_func(False)})
+
+
+def prepare() -> None:
+    """Do what the first plan of a process would wait for: look for backends, and compare Dask's functions."""
+    if dask.config.get("dataframe.backend", None) not in (None, "pandas"):
+        detect_entrypoints("dask.dataframe.backends")  # which Dask keeps; it imports none of them
+    lighter_tasks.compare()
+    parquet_files.uses_the_name_only()
+    if "dask_cudf" in sys.modules:
+        parquet_files.difference_of_cudf()
 
 
 def fuse_blockwise(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:

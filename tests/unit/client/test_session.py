@@ -9,13 +9,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import dask
 import pytest
+from dask.backends import detect_entrypoints
 
 import dask_gpurt
 from dask_gpurt import config
 from dask_gpurt.client import following, session
 from dask_gpurt.client.planning.keys import environment
 from dask_gpurt.client.session import ClientSession, Sessions
+from dask_gpurt.dask_hooks import lighter_tasks, parquet_files
 from dask_gpurt.observe import MethodChoice
 
 
@@ -79,12 +82,14 @@ def test_enable_without_a_client_names_the_address_of_a_scheduler() -> None:
 
 
 def test_a_first_query_finds_its_sources_hashed_and_no_garbage_due() -> None:
-    environment.cache_clear()
-    following.prepare.cache_clear()
+    hashed = (environment, lighter_tasks.compare, parquet_files.uses_the_name_only)
+    for each in (*hashed, following.prepare, detect_entrypoints):
+        each.cache_clear()
     survivors = [[each] for each in range(50_000)]
     gc.collect(1)
-    following.prepare()
-    assert environment.cache_info().currsize == 1
+    with dask.config.set({"dataframe.backend": "cudf"}):
+        following.prepare()
+    assert [each.cache_info().currsize for each in (*hashed, detect_entrypoints)] == [1] * 4
     assert gc.isenabled()
     assert gc.get_count()[2] == 0, "a full collection is due"
     del survivors
