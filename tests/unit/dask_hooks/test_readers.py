@@ -315,5 +315,5 @@ def test_tasks_that_read_are_pickled_as_they_are_if_dask_uses_more_of_the_metada
 ) -> None:
     pd.DataFrame({"a": [1, 2]}).to_parquet(tmp_path / "0.parquet")
     (task,) = dd.read_parquet(tmp_path).optimize().__dask_graph__().values()
-    monkeypatch.setattr(parquet_files, "_uses_the_name_only", lambda: False)
+    monkeypatch.setattr(parquet_files, "uses_the_name_only", lambda: False)
     assert list(loads(dumps(task.func)).meta.columns) == ["a"]
