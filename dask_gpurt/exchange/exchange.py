@@ -391,6 +391,8 @@ class Exchange:
             for incoming in list(incoming_shards)
         ]:
             incoming.abandon()  # otherwise its mapping would stay open
+        # Dask remembers which handlers are coroutines, and with them this object. The list would keep runs.
+        self._incoming.clear()
         return self._users.wait(timeout_s)
 
     def close(self) -> None:

@@ -266,3 +266,12 @@ async def test_a_run_that_ends_as_a_shard_is_published_leaves_nothing_in_the_poo
     with pytest.raises(ShuffleClosedError):
         await asyncio.to_thread(transfer)
     assert process.outbox.pool.used == 0
+
+
+@on_exchanges()
+async def test_an_exchange_that_has_stopped_keeps_no_shards(cluster: Cluster) -> None:
+    await cluster.transfer_all()
+    stopped = cluster.workers[1].exchange
+    assert A in repr(stopped)
+    await asyncio.to_thread(stopped.stop)
+    assert repr(stopped).endswith("shards offered by {}>")
