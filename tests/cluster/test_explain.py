@@ -155,6 +155,8 @@ def test_steps_have_the_times_of_their_tasks() -> None:
     assert run.steps == (StepRun("read large", 2, computing=1.0, waiting=1.0, bytes=16),)
     assert (run.seconds, run.first, run.last) == (4.0, 1.0, 3.0)
     assert run.busy == 1.0 / (2 * 2.0)
+    # Clocks of workers are off by the latency of a heartbeat.
+    assert measure(rows, plan, began=10.25, ended=11.75, threads=2).last == 1.5
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,9 @@ def measure(
         for label, (n, computing, waiting, size) in sums.items()
     ]
     steps.sort(key=lambda step: -(step.computing + step.waiting))
-    return Run(ended - began, max(0.0, first - began), max(0.0, last - began), max(1, threads), tuple(steps))
+    # Dask corrects the times of workers by offsets of their clocks, which are not exact.
+    first, last = max(began, first), min(ended, last)
+    return Run(ended - began, first - began, last - began, max(1, threads), tuple(steps))
 
 
 @dataclass(frozen=True, repr=False)
