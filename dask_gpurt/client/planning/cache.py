@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dask.core import flatten
 
-from dask_gpurt.client.planning import ahead
+from dask_gpurt.client.planning.catalogue.asking import ask_ahead
 from dask_gpurt.client.planning.catalogue.describing import Describer, names_index
 from dask_gpurt.client.planning.catalogue.schema import Schema
 from dask_gpurt.client.planning.files import FileStates, has_version, source_of
@@ -217,7 +217,7 @@ class PlanningCache:
 
     def ask_ahead(self) -> None:
         """Ask libraries on GPUs about frequent operations, in a thread, while the program goes on."""
-        ahead.begin(self._describer.converted, lambda: self._current() is not None)
+        ask_ahead(self._describer.converted, lambda: self._current() is not None)
 
     def remove(self) -> None:
         """Restore Dask's planning, and clear all caches."""
