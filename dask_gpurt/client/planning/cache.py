@@ -45,6 +45,7 @@ from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_to_stay
 from dask_gpurt.client.planning.rules import Facts, Note, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.coded_groups import CodedGroups
+from dask_gpurt.client.planning.rules.common_groups import CommonGroups
 from dask_gpurt.client.planning.rules.filters import Filters
 from dask_gpurt.client.planning.rules.group_sizes import GroupSizes
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
@@ -95,7 +96,9 @@ from dask_gpurt.observe.counting import Choices
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024
 
 #: The rules for plans as users write them, before Dask simplifies these, in the order of application.
-EARLY_RULES: tuple[Rule, ...] = (RowChoices(), Unequal(), GroupSizes(), Renaming(), Filters())
+EARLY_RULES: tuple[Rule, ...] = (
+    *(RowChoices(), Unequal(), CommonGroups(), GroupSizes(), Renaming(), Filters()),
+)
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
 RULES: tuple[Rule, ...] = (
     *(SortOnce(), SkipFiles(), JoinOrder()),

@@ -107,7 +107,7 @@ def _why_by_keys(expr: Any) -> str | None:
         return "they are other than integers and strings"
     if not expr.chunk_kwargs.get("dropna", True):
         return "nulls are a group"
-    if type(expr) is _groupby.DecomposableGroupbyAggregation:
+    if isinstance(expr, _groupby.DecomposableGroupbyAggregation):
         used = [column for *_, column in expr.spec]
         is_known = all(isinstance(name, str) and name in BY_NAME for _, name, _ in expr.spec)
     else:

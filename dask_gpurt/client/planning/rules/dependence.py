@@ -54,6 +54,7 @@ from dask_gpurt.client.planning.operations import (
 )
 from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
+from dask_gpurt.client.planning.rules.common_groups import GroupsAtOnce
 from dask_gpurt.client.planning.rules.needed_columns import listed, names_in_join, shared_keys
 from dask_gpurt.client.planning.table_facts import Independence, TableFacts
 from dask_gpurt.dask_hooks.planning import bottom_up, in_sequence
@@ -85,7 +86,7 @@ _WITHOUT_META = (_expr._DelayedExpr, _expr.DelayedsExpr)
 #: Subclasses by other libraries may do anything.
 _LIBRARIES = frozenset(["dask", "dask_cudf"])
 #: The expressions of rules.
-_OF_RULES = (FewerPartitions, DistinctKeys)
+_OF_RULES = (FewerPartitions, DistinctKeys, GroupsAtOnce)
 
 
 class _Labels(IntEnum):

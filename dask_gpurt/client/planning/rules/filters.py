@@ -59,6 +59,7 @@ from dask_gpurt.client.planning.rules.anti_joins import (
     tested_column,
     with_distinct_keys,
 )
+from dask_gpurt.client.planning.rules.common_groups import GroupsAtOnce
 from dask_gpurt.client.planning.rules.needed_columns import (
     dimensions,
     is_condition,
@@ -88,7 +89,7 @@ Placed = tuple[Place, Any]
 _BY_GROUP = (
     *(_groupby.Sum, _groupby.Prod, _groupby.Min, _groupby.Max, _groupby.First, _groupby.Last),
     *(_groupby.Count, _groupby.Size, _groupby.Var, _groupby.Std, _groupby.Mean, _groupby.NUnique),
-    _groupby.GroupbyAggregation,
+    *(_groupby.GroupbyAggregation, GroupsAtOnce),
 )
 #: Operations on several rows that leave them their labels, and those that show none.
 _LABELLED = (
