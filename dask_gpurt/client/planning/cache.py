@@ -42,7 +42,7 @@ from dask_gpurt.client.planning.join_order import JoinOrder
 from dask_gpurt.client.planning.keys import Plain, frozen, own, text_of_frame
 from dask_gpurt.client.planning.origins import Origins
 from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
-from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_to_stay
+from dask_gpurt.client.planning.reads import LOWERED, is_whole, local_files, lower, tuned_to_stay
 from dask_gpurt.client.planning.rules import Facts, Note, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.coded_groups import CodedGroups
 from dask_gpurt.client.planning.rules.common_groups import CommonGroups
@@ -424,7 +424,11 @@ class PlanningCache:
             return plan
 
     def _by_rules(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, facts: Facts) -> Expr:
-        """Return a plan that all rules have changed, or those that leave partitions; Dask's if one fails."""
+        """Return a plan that all rules have changed; Dask's if one fails.
+
+        Results that stay on the cluster have their partitions as they were. Rules that may change these are
+        for those of one partition only, if they are the same however tables are divided.
+        """
         try:
             stays = not is_computation(expr)
             is_wrapped = stays and not is_sequence(expr)
@@ -434,8 +438,10 @@ class PlanningCache:
                 changed = rule.apply(changed, facts)
             if stays:
                 changed = tuned_to_stay(expr, changed.operands[0] if is_wrapped else changed, original)
-                return lower(changed, stage)
-            changed = original(changed, "tuned-logical")
+                if not is_whole(expr) or facts.bare(changed)[1] is not None:
+                    return lower(changed, stage)
+            else:
+                changed = original(changed, "tuned-logical")
             facts.plans.append(changed)
             for rule in self.rules:
                 changed = rule.apply(changed, facts)

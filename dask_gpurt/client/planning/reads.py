@@ -98,6 +98,12 @@ def tuned_to_stay(given: Expr, changed: Expr, optimise: Callable[[Expr, str], Ex
     return tuned if is_same else optimise(changed, "simplified-logical")
 
 
+def is_whole(results: Expr) -> bool:
+    """Return whether each result is a single partition, with unknown labels at its ends."""
+    each = results.operands if is_sequence(results) else [results]
+    return all(result.npartitions == 1 and not result.known_divisions for result in each)
+
+
 def is_idle(expr: Any) -> bool:
     """Return whether an expression repartitions a frame into as many partitions as it has.
 

@@ -555,6 +555,38 @@ def test_an_optimised_collection_is_computed(folder: Path) -> None:
     assert found.key.sum() == large.key.sum().compute()
 
 
+STAYING: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "groups": (lambda large: large.groupby("key", sort=True).number.sum().to_frame(), True),
+    "a number": (lambda large: large.value.max(), True),
+    "rows": (lambda large: large[large.key > 3], False),
+    "rows that are numbered": (lambda large: large[["key"]].repartition(npartitions=1).reset_index(), False),
+    "groups of categories": (
+        lambda large: (
+            large.assign(name=large.name.astype("category")).groupby("name", observed=True).key.max()
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_a_result_of_one_partition_that_stays_is_read_by_size(folder: Path, name: str) -> None:
+    """As with ``persist()``: it has that partition, however its tables are divided."""
+    program, is_by_size = STAYING[name]
+    planner = Planner()
+    planner.sizes = WHOLE
+    result = program(dd.read_parquet(folder / "large"))
+    expected = result.compute()
+    with dask.config.set(scheduler=None), planner.used():
+        plan = planner.cache.optimise(optimize_until, result.expr, "simplified-physical")
+    assert bool(planner.count("reads.by-size")) == is_by_size
+    assert plan.npartitions == result.npartitions
+    assert plan.divisions == result.divisions
+    if is_by_size:
+        found = value_of(plan)
+        assert found.equals(expected.loc[found.index]) if result.ndim else found == expected
+
+
 def test_a_query_that_cannot_be_planned_by_size_is_planned_by_dask(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
