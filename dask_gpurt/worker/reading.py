@@ -36,7 +36,7 @@ from dask_gpurt.dask_hooks.worker import (
 )
 from dask_gpurt.device import Device, Streams
 from dask_gpurt.device.base import Beside, workers_of_device
-from dask_gpurt.device.discover import gpu_count
+from dask_gpurt.device.discover import gpu_count, visible_gpus
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.columns import Asked
 from dask_gpurt.reads.policy import (
@@ -415,7 +415,9 @@ def set_reader_threads(setting: int | None) -> Callable[[], None]:
     if GIVEN & os.environ.keys():
         return lambda: None
     if setting is None:
-        setting = threads_of(CPU_COUNT, len(os.sched_getaffinity(0)), gpu_count(), workers_of_device())
+        named = visible_gpus()
+        gpus = gpu_count() if named is None else len(named)
+        setting = threads_of(CPU_COUNT, len(os.sched_getaffinity(0)), gpus, workers_of_device())
     return set_threads(setting)
 
 
