@@ -8,6 +8,7 @@ import random
 import pytest
 
 from dask_gpurt.reads.policy import DetachedReads
+from dask_gpurt.worker import reading
 from dask_gpurt.worker.reading import NTHREADS, set_threads, threads_of
 
 
@@ -84,3 +85,14 @@ def test_the_variable_is_as_it_was_afterwards(before: str | None, monkeypatch: p
     assert os.environ[NTHREADS] == "7"
     restore()
     assert os.environ.get(NTHREADS) == before
+
+
+def test_gpus_that_are_named_are_counted_without_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.diagnostics.nvml.device_get_count", lambda: pytest.fail("it is asked"))
+    monkeypatch.setattr(reading, "CPU_COUNT", 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5a7e,0,1")
+    monkeypatch.delenv(NTHREADS, raising=False)
+    restore = reading.set_reader_threads(None)
+    assert os.environ[NTHREADS] == "16"
+    restore()
