@@ -27,8 +27,8 @@ from dask_gpurt.config import HOOK, HOOKED, preloads
 from dask_gpurt.device.discover import cuda_missing, discover
 from dask_gpurt.device.host import SHM
 from dask_gpurt.observe import MethodChoice
+from dask_gpurt.observe.metrics import SHOWN_POOLS
 from dask_gpurt.observe.report import Fallbacks, WorkerReport
-from dask_gpurt.observe.shown_tiers import SHOWN_POOLS
 from dask_gpurt.overlap import NotLoadedError
 from dask_gpurt.overlap.interposer import library
 

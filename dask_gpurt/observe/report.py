@@ -14,8 +14,7 @@ from typing import Any
 import pandas as pd
 from dask.utils import format_bytes, format_time
 
-from dask_gpurt.observe.metrics import Unit, UnknownMetricError, find
-from dask_gpurt.observe.shown_tiers import shown_metric
+from dask_gpurt.observe.metrics import Unit, UnknownMetricError, find, shown_metric
 from dask_gpurt.observe.tables import PrintedTable, Queries
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from dask.utils import format_bytes, format_time
 
-from dask_gpurt.observe.shown_tiers import Row, shown_tiers
+from dask_gpurt.observe.metrics import Row, shown_tiers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -125,7 +125,7 @@ class MemoryUsage(PrintedTable):
     ----------
     shared_memory
         Capacity of the exchange pool in bytes, by worker without a GPU. Their tiers have other display
-        names, see :mod:`~dask_gpurt.observe.shown_tiers`.
+        names, see :func:`~dask_gpurt.observe.metrics.shown_tiers`.
     enabled
         Whether the runtime is on.
     """

@@ -215,7 +215,7 @@ def test_without_bokeh_the_page_comes_and_goes_with_the_runtime(monkeypatch: pyt
         assert (await AsyncHTTPClient().fetch(f"{base}/{PAGE}", raise_error=False)).code == 404
 
     # As where bokeh is missing: these modules need it.
-    for module in ("distributed.dashboard.scheduler", "dask_gpurt.dask_hooks.dashboard"):
+    for module in ("distributed.dashboard.scheduler", "bokeh.server.tornado"):
         monkeypatch.setitem(sys.modules, module, None)
     served(test)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from dask_gpurt.dask_hooks.http import serve
+from dask_gpurt.dask_hooks.http import list_pages, serve
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.monitor.dashboard import page
 from dask_gpurt.monitor.dashboard.collector import Collector
@@ -57,7 +57,6 @@ def _list(scheduler: SchedulerServer) -> bool:
     if not getattr(scheduler, "services", {}).get("dashboard"):
         return False
     try:
-        from dask_gpurt.dask_hooks.dashboard import list_pages
+        return list_pages(scheduler, page.PAGE, page.PARTS)
     except ImportError:  # without bokeh, Dask has no dashboard either, and says so itself
         return False
-    return list_pages(scheduler, page.PAGE, page.PARTS)

@@ -12,7 +12,7 @@ from distributed import SchedulerPlugin
 from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.monitor.dashboard.sampler import MAX_ENDS, Sampler
-from dask_gpurt.observe.shown_tiers import shown_tiers
+from dask_gpurt.observe.metrics import shown_tiers
 from dask_gpurt.protocol import PROGRESS_METRIC
 from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin, Transfers
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC

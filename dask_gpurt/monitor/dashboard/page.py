@@ -21,10 +21,11 @@ from weakref import WeakKeyDictionary
 from distributed.http.utils import RequestHandler
 
 from dask_gpurt._version import __version__
+from dask_gpurt.dask_hooks.http import menu_of
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, UNSPILLED, Level, Sampler, WorkerSample
 from dask_gpurt.observe import MethodChoice
-from dask_gpurt.observe.shown_tiers import SHOWN
+from dask_gpurt.observe.metrics import SHOWN
 
 #: The path of the page, and those of its parts alone, which Dask's JupyterLab extension lists.
 PAGE = "gpurt"
@@ -195,8 +196,6 @@ class PageHandler(RequestHandler):
     def get(self) -> None:
         text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
         try:
-            from dask_gpurt.dask_hooks.dashboard import menu_of
-
             menu = menu_of(self.server)
         except ImportError:  # without bokeh Dask has no other pages
             menu = [PAGE]

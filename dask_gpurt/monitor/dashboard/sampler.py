@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.monitor.dashboard.shuffles import ShuffleLog
-from dask_gpurt.observe.shown_tiers import SHOWN
+from dask_gpurt.observe.metrics import SHOWN
 
 #: Maximum number of workers that have left whose history is kept; the earliest are dropped first.
 MAX_GONE = 32
@@ -85,7 +85,7 @@ class Sampler:
 
         ``at``: seconds since the epoch, ascending.
         ``names``: the names of the current workers, by address.
-        ``tiers``: the rows of :func:`~dask_gpurt.observe.shown_tiers.shown_tiers` for all workers.
+        ``tiers``: the rows of :func:`~dask_gpurt.observe.metrics.shown_tiers` for all workers.
         ``progress``: the last :mod:`report <dask_gpurt.worker.reports>` by address.
         """
         self._record_workers(at, names)

@@ -7,7 +7,7 @@ import pytest
 
 import dask_gpurt
 from dask_gpurt.memory.ledger import KINDS
-from dask_gpurt.observe.shown_tiers import shown_metric
+from dask_gpurt.observe.metrics import shown_metric
 from dask_gpurt.observe.tables import MemoryUsage
 
 COLUMNS = ("worker", "tier", "capacity", "headroom", *KINDS)

@@ -17,8 +17,8 @@ from dask_gpurt.monitor.dashboard.sampler import (
     TrafficMatrix,
 )
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
+from dask_gpurt.observe.metrics import shown_tiers
 from dask_gpurt.observe.progress import Figures
-from dask_gpurt.observe.shown_tiers import shown_tiers
 
 
 class Cluster:
