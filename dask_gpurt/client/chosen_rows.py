@@ -28,7 +28,7 @@ def _keep_columns_of_order(original: Callable[..., Any], expr: Any, parent: Any,
         return original(expr, parent, dependents)
     order = convert_to_list(expr.operand("_columns"))
     found: Any = determine_column_projection(expr, parent, dependents, additional_columns=order)
-    needed = {*found}
+    needed = {*found} if isinstance(found, list) else {found}  # one label for a series
     columns = [label for label in expr.frame.columns if label in needed]
     if len(columns) == len(expr.frame.columns) or len({*columns}) < len(columns):
         return None

@@ -292,6 +292,9 @@ OF_COLUMNS: dict[str, Callable[[Any], Any]] = {
     "numbered first rows": lambda rows: rows.sort_values("x")[["k"]].reset_index(drop=True).head(3),
     "columns of the largest rows": lambda rows: rows.nlargest(9, ["j", "x"])[["k"]],
     "a column of the least rows": lambda rows: rows.nsmallest(9, "x").k,
+    "the column of the order of the largest rows": lambda rows: rows.rename(columns={"x": "order"}).nlargest(
+        9, "order"
+    )["order"],
     "two columns by themselves": lambda rows: (lambda top: top.k + top.j)(rows.nlargest(9, "x")),
     "groups of the largest rows": lambda rows: rows.nlargest(90, "x").groupby("k").j.sum(),
     "a join with the largest rows": lambda rows: rows.merge(rows.nlargest(3, "x")[["k"]], on="k").set_index(
