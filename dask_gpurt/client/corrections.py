@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from numbers import Number
 from typing import Any
 
@@ -343,6 +344,17 @@ def _align_what_functions_return(original: Callable[..., Any], frame: Any, **pai
     return frame
 
 
+def _assign_in_place(original: Callable[..., Any], later: Any, earlier: Any) -> Any:
+    """Leave a column that is assigned twice where it is, as pandas does, where one assignment is made of two.
+
+    Dask puts it behind all others, and the result has another order of columns than the collection says.
+    """
+    if not {*later.keys} & {*earlier.keys}:
+        return original(later, earlier)
+    pairs = dict(zip([*earlier.keys, *later.keys], [*earlier.vals, *later.vals], strict=True))
+    return [earlier.frame, *chain.from_iterable(pairs.items())]
+
+
 def _align_by_labels(original: Callable[..., Any], expr: Any) -> Any:
     """Have rows of two frames meet by their labels, where divisions are unknown and a shuffle has moved some.
 
@@ -403,5 +415,6 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("DataFrame.sort_values", _sort_by_functions),
     ("ApplyConcatApply._lower", _repeat_no_words),
     ("DataFrame.assign", _align_what_functions_return),
+    ("Assign._remove_common_columns", _assign_in_place),
     ("OpAlignPartitions._lower", _align_by_labels),
 )

@@ -198,6 +198,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_reductions:Mean._lower", "self"),
         Seam(_EXPR + "_collection:DataFrame.sort_values"),
         Seam(_EXPR + "_collection:DataFrame.assign", "self pairs"),
+        Seam(_EXPR + "_expr:Assign._remove_common_columns", "self other"),
         Seam(_EXPR + "_expr:OpAlignPartitions._lower", "self"),
         Seam(
             "dask.dataframe.groupby:_build_agg_args_mean",

@@ -326,6 +326,24 @@ def test_columns_that_are_needed_below_are_there(name: str) -> None:
     same_rows(*(each.reset_index() for each in (ours, wanted)))
 
 
+#: Programs that assign a column twice: the second time it stays where it is.
+TWICE: dict[str, Callable[[Any], Any]] = {
+    "at once": lambda rows: rows.assign(a=rows.x, b=rows.j).assign(a=rows.k * 2),
+    "one by one": lambda rows: rows.assign(a=rows.x).assign(b=rows.j).assign(a=rows.k, c=1, b=rows.x + 1),
+    "with a condition between": lambda rows: (lambda chosen: chosen.assign(a=chosen.k * 3, j=0))(
+        (lambda found: found[found.k > 3])(rows.assign(a=rows.x, b=rows.j))
+    ),
+    "of some columns": lambda rows: rows.assign(a=rows.x, b=rows.j)[["b", "a", "k"]].assign(b=rows.k),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_column_that_is_assigned_twice_stays_where_it_is(name: str) -> None:
+    ours, wanted = TWICE[name](dd.from_pandas(LEFT, npartitions=3)), TWICE[name](LEFT)
+    pd.testing.assert_frame_equal(ours.compute(), wanted)
+    assert [*ours.columns] == [*wanted.columns]
+
+
 OF_LABELS: dict[str, Callable[..., Any]] = {
     "one column": lambda rows, **options: rows.groupby("k").x.idxmax(**options),
     "equal values": lambda rows, **options: rows.groupby("k").j.idxmin(**options),
