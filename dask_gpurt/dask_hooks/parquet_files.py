@@ -108,7 +108,6 @@ def look_at_files(
     return look(expr)
 
 
-@cache
 def difference_of_cudf() -> str | None:
     """Return how dask_cudf describes files otherwise than the known one; None if it does not."""
     return _META_OF_CUDF.difference()
