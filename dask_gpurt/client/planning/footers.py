@@ -35,6 +35,8 @@ ColumnType = tuple[str, str | None]
 BYTES_OF_AN_ENTRY = 8
 #: The most footers that a process keeps.
 FOOTERS_LIMIT = 1_024
+#: The most folders of whose files it keeps a schema.
+FOLDERS_LIMIT = 64
 
 
 class ChangingFileError(OSError):
@@ -115,6 +117,19 @@ class _Leaf(NamedTuple):
     is_nested: bool
 
 
+class _Schema(NamedTuple):
+    """Describe the columns of a file, which are the same in most files of a folder.
+
+    ``names``: all names, in order.
+    ``types``: the type of each column whose name no other column has.
+    ``leaves``: the leaves of each of these; none if they are not known.
+    """
+
+    names: list[str]
+    types: dict[str, ColumnType]
+    leaves: dict[str, tuple[_Leaf, ...]]
+
+
 class Footer:
     """Hold the footer of a file. Created by :func:`footer_of`.
 
@@ -125,15 +140,10 @@ class Footer:
     ``rows``: the number of its rows.
     """
 
-    def __init__(self, state: FileState, metadata: pq.FileMetaData):
+    def __init__(self, state: FileState, metadata: pq.FileMetaData, schema: _Schema):
         self.state = state
         self._metadata, self.rows = metadata, int(metadata.num_rows)
-        schema = metadata.schema.to_arrow_schema()
-        self._names = schema.names
-        unique = [each for each in schema if self._names.count(each.name) == 1]
-        in_pandas = _dtypes_in_pandas(schema)
-        self._types = {each.name: (str(each.type), in_pandas.get(each.name)) for each in unique}
-        self._leaves = _leaves_of(schema, metadata)
+        self._names, self._types, self._leaves = schema
         self._values: dict[Any, Values | None] = {}
 
     def type_of(self, column: Any) -> ColumnType | None:
@@ -260,13 +270,29 @@ def footer_of(path: str) -> Footer:
         raise ChangingFileError(f"{path}: {error}") from error
     if state_of(path) != state:
         raise ChangingFileError(f"{path} has changed while its footer was read")
-    footer = Footer(state, metadata)
+    footer = Footer(state, metadata, _schema_of(path, metadata))
     _KEPT.put(path, footer)
     return footer
 
 
 #: The footers that have been read last, by file.
 _KEPT: LRU[Footer] = LRU(FOOTERS_LIMIT)
+#: By folder, a schema as it is stored, what else its file says of it, and its description.
+_SCHEMAS: LRU[tuple[Any, Any, _Schema]] = LRU(FOLDERS_LIMIT)
+
+
+def _schema_of(path: str, metadata: pq.FileMetaData) -> _Schema:
+    folder, stored, notes = os.path.dirname(path), metadata.schema, metadata.metadata
+    known = _SCHEMAS.get(folder)
+    if known is not None and known[0].equals(stored) and known[1] == notes:
+        return known[2]
+    schema = stored.to_arrow_schema()
+    unique = [each for each in schema if schema.names.count(each.name) == 1]
+    in_pandas = _dtypes_in_pandas(schema)
+    types = {each.name: (str(each.type), in_pandas.get(each.name)) for each in unique}
+    found = _Schema(schema.names, types, _leaves_of(schema, metadata))
+    _SCHEMAS.put(folder, (stored, notes, found))
+    return found
 
 
 def _span(limits: list[tuple[Any, Any]] | None) -> Bounds | None:

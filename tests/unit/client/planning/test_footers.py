@@ -154,3 +154,25 @@ def test_a_file_that_is_being_written_has_no_footer(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(FileNotFoundError):
         footer_of(str(path))
+
+
+def test_files_of_a_folder_may_have_other_columns(tmp_path: Path) -> None:
+    """Those of most files are the same, and are described once."""
+    notes = pa.schema(
+        [("a", pa.int64())], {b"pandas": b'{"columns": [{"field_name": "a", "numpy_type": "Int64"}]}'}
+    )
+    tables = [
+        pa.table({"a": [1]}),
+        pa.table({"a": [1.0]}),
+        pa.table({"b": [1], "a": [2]}),
+        pa.table({"a": [1]}, notes),
+    ]
+    footers = [footer_in(tmp_path / str(at), table) for at, table in enumerate([*tables, tables[0]])]
+    found = [(each.type_of("a"), each.type_of("b"), each.range_of("a")) for each in footers]
+    plain = (("int64", None), None, (1, 1))
+    assert found[0] == found[4] == plain
+    assert found[1:4] == [
+        (("double", None), None, None),
+        (("int64", None), ("int64", None), (2, 2)),
+        (("int64", "Int64"), None, (1, 1)),
+    ]
