@@ -147,7 +147,7 @@ class ParquetRead(NamedTuple):
 
         ``labelled``: whether the rows are to have the labels that they have with Dask.
         """
-        like = self.expr if labelled and not self.numbers_files else None
+        like = self.expr if labelled else None
         return FewerPartitions(self.read, self.kind, count, like)  # type: ignore[no-untyped-call]
 
 

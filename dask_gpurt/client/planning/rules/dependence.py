@@ -52,7 +52,7 @@ from dask_gpurt.client.planning.operations import (
     is_of_pandas,
     is_on_rows,
 )
-from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
+from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, ParquetRead, read_of
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
 from dask_gpurt.client.planning.rules.common_groups import GroupsAtOnce
 from dask_gpurt.client.planning.rules.needed_columns import listed, names_in_join, shared_keys
@@ -208,9 +208,10 @@ def numbered(plan: Expr) -> frozenset[str]:
     return frozenset(name for name, labels in found.items() if labels is not _Labels.VALUES) - shown
 
 
-def labels_shown(plan: Expr) -> frozenset[str]:
-    """Return the names of expressions in a plan whose labels are numbers of rows of reads in a result."""
-    return _labels_in(plan)[1]
+def labels_shown(plan: Expr, reads: Mapping[str, ParquetRead]) -> frozenset[str]:
+    """Return the names of reads of which a result has labels that depend on how files are put together."""
+    whole = {name for name, read in reads.items() if not read.numbers_files}
+    return _labels_in(plan)[1] & whole if whole else frozenset()
 
 
 def _labels_in(plan: Expr) -> tuple[dict[str, _Labels], frozenset[str]]:

@@ -81,7 +81,7 @@ class PartitionSize:
                 facts.metrics.add("planning.reads.{outcome}", number, outcome)
         if not chosen:
             return plan
-        shown = labels_shown(part)
+        shown = labels_shown(part, {name: found[name] for name in chosen})
 
         def change(expr: Expr) -> Expr:
             if (name := name_of(expr)) not in chosen:

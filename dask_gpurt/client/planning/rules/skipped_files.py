@@ -58,12 +58,13 @@ class SkipFiles:
             return plan
         bare, dependent = facts.bare(plan)
         part, kept = independent_part(bare) if dependent else (bare, frozenset[str]())
-        conditions, shown = conditions_on_reads(part), labels_shown(part)
+        conditions, reads = conditions_on_reads(part), parquet_reads(part)
+        shown = labels_shown(part, reads)
         chosen: dict[str, Expr] = {}
-        for name, read in parquet_reads(part).items():
+        for name, read in reads.items():
             if name in kept or name not in conditions:
                 continue
-            if name in shown and not read.numbers_files:
+            if name in shown:
                 facts.note(self, name, "is read as a whole: the result has numbers of its rows")
                 continue
             try:
@@ -76,7 +77,12 @@ class SkipFiles:
                 text = f"is read without {number} parts, whose footers say that conditions are false"
                 facts.note(self, name, text, done=True)
                 chosen[name] = _of_parts(read.expr, needed)
-        return rebuild(bare, lambda expr: chosen.get(name_of(expr), expr)) if chosen else plan
+        if not chosen:
+            return plan
+        changed = rebuild(bare, lambda expr: chosen.get(name_of(expr), expr))
+        if not dependent:
+            facts.note_bare(changed)
+        return changed
 
 
 def _of_parts(expr: Any, parts: list[int]) -> Expr:
