@@ -23,6 +23,7 @@ from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.backends import detect_entrypoints
 from dask.base import collections_to_expr
 from dask.dataframe.dask_expr import _shuffle
+from dask.dataframe.dask_expr._collection import FrameBase
 from dask.dataframe.dask_expr._expr import (
     Binop,
     Fused,
@@ -69,6 +70,9 @@ _PANDAS_OPTIONS: dict[str, Any] = vars(pd.options).get("d", {})
 
 #: The settings of Dask that influence planning.
 _CHOSEN = ("dataframe", "optimization", "annotations", "gpurt", "scheduler", "explicit-comms")
+
+#: The classes of collections, by what their metadata are.
+_COLLECTIONS: dict[Hashable, Callable[[Any], Any]] = {}
 
 #: The methods that compute the metadata of the operations that are described; others of the same name are
 #: Dask's own affair.
@@ -558,6 +562,7 @@ def replace_planning(
     columns: Replacement,
     dimensions: Replacement,
     is_described: Callable[[Any], bool],
+    kind_of: Callable[[Any], Hashable | None],
     names_index: Replacement,
     look_at_files: Replacement,
     name_read: Replacement,
@@ -571,6 +576,7 @@ def replace_planning(
     ``metadata``, ``columns``, ``dimensions``: called as ``metadata(original, expr)``; return the metadata of
     an expression, the labels of its columns, and the number of its dimensions.
     ``is_described``: returns whether an expression is known to be a frame or a series.
+    ``kind_of``: returns what the class of the metadata is, where that is known; None otherwise.
     ``names_index``: called as ``names_index(original, frame, columns)``; returns whether columns of a join
     name an index.
     ``look_at_files``: called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet
@@ -592,6 +598,8 @@ def replace_planning(
     for seam in PLANNING.seams:
         if seam.attribute == "is_dataframe_like":
             wraps[seam] = lambda original: partial(_is_frame, original)
+        if seam.name == f"{FrameBase.__module__}:new_collection":
+            wraps[seam] = lambda original: partial(_collection, original, kind_of)
         if seam.attribute == "_dataset_info":
             wraps[seam] = lambda original: partial(look_at_files, original)
         if seam.name.endswith("_merge:_contains_index_name"):
@@ -623,6 +631,17 @@ def _operand_or(original: Callable[[Any, str], Any], expr: Any, name: str) -> An
     if name in parameters and not name.startswith("_meta"):
         return expr.operands[parameters.index(name)]
     return original(expr, name)
+
+
+def _collection(original: Callable[[Any], Any], kind_of: Callable[[Any], Hashable | None], expr: Any) -> Any:
+    """Return the collection of an expression, of which Dask would make metadata to find the class."""
+    if (kind := kind_of(expr)) is None:
+        return original(expr)
+    if (of_kind := _COLLECTIONS.get(kind)) is not None:
+        return of_kind(expr)
+    collection = original(expr)
+    _COLLECTIONS[kind] = type(collection)
+    return collection
 
 
 def _is_frame(original: Callable[[Any], bool], value: Any) -> bool:

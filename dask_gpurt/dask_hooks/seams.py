@@ -263,6 +263,7 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "_expr:Expr.columns", "self", bodies=("c8f9f1bf54f2",)),
         Seam(_EXPR + "_expr:Expr.ndim", "self", bodies=("bb36e4651f03",)),
         Seam("dask._expr:Expr.__getattr__", "self key", bodies=("91727423fe5f",)),
+        Seam(_EXPR + "_collection:new_collection", "expr", bodies=("c36bbe3e051b",)),
         Seam(_EXPR + "_expr:Binop._divisions", "self", bodies=("a9807204db98",)),
         *(
             Seam(f"{_EXPR}{module}:is_dataframe_like", "df", bodies=("870720ce30c5",))

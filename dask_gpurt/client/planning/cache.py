@@ -209,6 +209,7 @@ class PlanningCache:
                 columns=self._describer.columns,
                 dimensions=self._describer.dimensions,
                 is_described=self._describer.is_described,
+                kind_of=self._describer.kind_of,
                 names_index=names_index,
                 look_at_files=self._look_at_files,
                 name_read=self._name_read,

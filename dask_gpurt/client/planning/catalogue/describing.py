@@ -7,7 +7,7 @@ Dask is asked. Most expressions are asked for their columns alone, and never get
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from dask_gpurt.client.planning.catalogue.asking import QUESTION, Keep, Library, Remember, is_stand_in
@@ -80,6 +80,11 @@ class Describer:
             return 2
         schema = self._known(expr)
         return original(expr) if schema is None else 1 + schema.is_frame
+
+    def kind_of(self, expr: Expr) -> Hashable | None:
+        """Return what tells the class of the metadata of an expression; None if its schema is not known."""
+        schema = self._known(expr)
+        return None if schema is None else (schema.frames, schema.is_frame)
 
     def is_described(self, expr: Expr) -> bool:
         """Return whether the schema of an expression is known, which then is no index and no value."""

@@ -487,8 +487,8 @@ OURS: dict[str, Rule] = {
 def rule_of(kind: Any) -> Rule | None:
     """Return the rule of a class of operations; None if Dask has to describe them."""
     # Joins are lowered to subclasses of Dask and of the runtime, which have the same metadata.
-    if issubclass(kind, Merge):
-        return joined
+    if issubclass(kind, Merge):  # but for those by the last row before, which lack their operands
+        return joined if getattr_static(kind, "_meta") is getattr_static(Merge, "_meta") else None
     ours = OURS.get(f"{kind.__module__}:{kind.__name__}")
     return (
         SCHEMAS.get(kind) or ours or other_rule_of(kind) or (same if _has_that_of_its_frame(kind) else None)

@@ -461,3 +461,14 @@ def test_empty_frames_are_described_by_all_that_differs() -> None:
     assert len({*texts}) == len(texts)
     assert texts == [*map(text_of_frame, (frame.copy(), *others))]
     assert text_of_frame(pd.DataFrame({"a": [1]})) is text_of_frame("a") is None
+
+
+def test_collections_of_known_kinds_are_made_without_metadata(planner: Planner) -> None:
+    rows = dd.from_pandas(pd.DataFrame({"a": [1, 2], "b": [1.5, 2.5]}), npartitions=1)
+    for kind, make in ((dd.DataFrame, lambda of: of[["a"]] + 1), (dd.Series, lambda of: of.a + of.b)):
+        made = [make(rows), make(rows.assign(c=1))]
+        assert [type(each) for each in made] == [kind, kind]
+        assert not seam.has_metadata(made[1].expr)
+        assert made[1]._meta.shape[1:] == ((1,) if kind is dd.DataFrame else ())
+    assert type(rows.a.sum()) is not dd.Series
+    assert type(rows.index) is dd.Index
