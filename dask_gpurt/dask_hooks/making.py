@@ -9,6 +9,7 @@ Decisions and their figures: ``docs/decisions/planning.md``.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
@@ -164,8 +165,17 @@ def _known_token(value: Any, normalize: Callable[[Any], Any]) -> tuple[Any, str]
     """Return what Dask hashes of a class or function of its own, which is pickled once; None of others."""
     if (found := _TOKENS.get(value)) is not None:
         return found
-    is_local = "<" in getattr(value, "__qualname__", "")
-    if is_local or str(value.__module__).partition(".")[0] not in _PACKAGES:
+    if str(value.__module__).partition(".")[0] not in _PACKAGES or not _is_where_it_says(value):
         return None
     token = normalize(value)
     return _TOKENS.setdefault(value, (token, repr(token)))
+
+
+def _is_where_it_says(value: Any) -> bool:
+    """Return whether a value is pickled as a name only; the wrapper of a function says to be that one."""
+    if (name := getattr(value, "__qualname__", None)) is None:  # a method by its name, or no default
+        return True
+    found: Any = sys.modules.get(value.__module__)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is value

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from enum import StrEnum
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -104,6 +105,23 @@ def test_what_cannot_be_hashed_or_contains_itself_fails_or_is_named_as_with_dask
         with pytest.raises(TokenizationError):
             kind(object())
     assert tokenize(object()) != tokenize(object())  # is no error where it need not be the same
+
+
+def test_wrappers_of_functions_of_dask_are_named_by_what_they_hold_and_are_not_kept() -> None:
+    for of in (compute, operator.add):
+        held = {"least": 1}
+
+        @wraps(of)
+        def wrapper(*args: Any, held: dict[str, int] = held) -> Any:
+            return args, held
+
+        names = [_tokenize_deterministic(wrapper), dask_tokenize(wrapper)]
+        held["least"] = 2
+        names += [_tokenize_deterministic(wrapper), dask_tokenize(wrapper)]
+        assert names[0] == names[1] != names[2] == names[3]
+        known = weakref.ref(wrapper)
+        del wrapper
+        assert known() is None
 
 
 def test_operands_may_be_named_by_what_describes_them() -> None:
