@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from dask.base import is_dask_collection
 from dask.dataframe import Series
-from dask.dataframe.dask_expr._expr import Filter, Projection
+from dask.dataframe.dask_expr._expr import Elemwise, Filter, FilterAlign, Projection
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
 from dask.dataframe.dask_expr._reductions import MeanAggregate, NFirst, NLast, ShuffleReduce, Sum
@@ -41,6 +41,8 @@ from dask_gpurt.frames.statistics import (
     sums_of_groups,
     wraps_around,
 )
+
+_FILTERS = (Filter, FilterAlign)
 
 
 def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
@@ -120,6 +122,32 @@ def _keep_other_operands(original: Callable[..., Any], expr: Any, parent: Any, d
     """
     is_first = getattr(parent.operands[0], "_name", None) == expr._name
     return original(expr, parent, dependents) if is_first else None
+
+
+def _filter_in_turn(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
+    """Leave two filters where the condition of the second one is on rows that the first has left.
+
+    Dask makes one filter of two, and takes the first out of the condition of the second. If that is already
+    a filter of a column there, Dask does not see it: of the two conditions, one then has fewer rows, and
+    pandas raises where labels of rows repeat, as in files that one task reads.
+    """
+    found = original(expr, parent, dependents)
+    is_one_of_two = isinstance(parent, _FILTERS) and isinstance(found, _FILTERS)
+    if is_one_of_two and found.frame._name == expr.frame._name and _is_filtered(found.predicate.operands[1]):
+        return None
+    return found
+
+
+def _is_filtered(condition: Any) -> bool:
+    """Return whether a condition has the rows of a filter, as far as it is made row by row."""
+    waiting = [condition]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, _FILTERS):
+            return True
+        if isinstance(each, Elemwise):
+            waiting += [found for found in each.dependencies() if found.ndim]
+    return False
 
 
 def _square_floats(original: Callable[..., Any], expr: Any) -> Any:
@@ -402,6 +430,7 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("GroupByReduction.combine_kwargs", _drop_groups_of_nulls),
     ("GroupByReduction.aggregate_kwargs", _drop_groups_of_nulls),
     ("Filter._simplify_up", _keep_other_operands),
+    ("Filter._simplify_up", _filter_in_turn),
     ("ApplyConcatApply._lower", _square_floats),
     ("_build_agg_args_var", _square_floats_of_steps),
     ("AsType._simplify_up", _check_after_casts),

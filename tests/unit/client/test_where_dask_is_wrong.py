@@ -344,6 +344,18 @@ def test_a_column_that_is_assigned_twice_stays_where_it_is(name: str) -> None:
     assert [*ours.columns] == [*wanted.columns]
 
 
+def test_a_condition_on_rows_that_another_left_is_checked_on_these() -> None:
+    """Labels repeat in partitions, so that conditions on all rows and on some do not meet."""
+    rows = LEFT.assign(s=("a" + (LEFT.x % 5).astype("str")).astype("string")).set_axis(LEFT.x % 4)
+
+    def count(table: Any) -> int:
+        some = table[table.x > 3]
+        fewer = some[some.s.str.startswith("a1")]
+        return len(fewer[fewer.j.notnull()])
+
+    assert count(dd.from_pandas(rows, npartitions=3, sort=False)) == count(rows) > 0
+
+
 OF_LABELS: dict[str, Callable[..., Any]] = {
     "one column": lambda rows, **options: rows.groupby("k").x.idxmax(**options),
     "equal values": lambda rows, **options: rows.groupby("k").j.idxmin(**options),
