@@ -356,6 +356,15 @@ def _keep_conditions_on_labels(
     return original(resets, parent, dependents)
 
 
+def _keep_labels_of_values(original: Callable[..., Any], resets: Any, parent: Any, dependents: Any) -> Any:
+    """Leave a column that labels of a series become. Dask returns the values in place of one of several."""
+    if isinstance(parent, Projection) and resets.frame.ndim == 1 and not resets.drop:
+        wanted = parent.operand("columns")
+        if isinstance(wanted, list) or wanted != resets.frame._meta.name:
+            return None
+    return original(resets, parent, dependents)
+
+
 def _align_what_functions_return(original: Callable[..., Any], frame: Any, **pairs: Any) -> Any:
     """Have a column that a function returns aligned with the frame, as one that is given.
 
@@ -436,6 +445,7 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("AsType._simplify_up", _check_after_casts),
     ("SortValues._simplify_up", _begin_with_nulls),
     ("ResetIndex._simplify_up", _keep_conditions_on_labels),
+    ("ResetIndex._simplify_up", _keep_labels_of_values),
     ("ApplyConcatApply._lower", _count_values_of_nulls),
     ("Mean._lower", _sum_floats),
     ("_build_agg_args_mean", _sum_floats_of_steps),

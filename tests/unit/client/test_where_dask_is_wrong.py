@@ -356,6 +356,26 @@ def test_a_condition_on_rows_that_another_left_is_checked_on_these() -> None:
     assert count(dd.from_pandas(rows, npartitions=3, sort=False)) == count(rows) > 0
 
 
+#: Programs that want a key of groups by several keys.
+OF_KEYS: dict[str, Callable[[Any], Any]] = {
+    "a sum": lambda rows: rows.groupby(["k", "j"]).x.sum().reset_index()["k"],
+    "sizes": lambda rows: rows.groupby(["k", "j"]).size().rename("n").reset_index().j,
+    "the values": lambda rows: rows.groupby(["k", "j"]).x.sum().reset_index()["x"],
+    "a key with a condition": lambda rows: (lambda sums: sums[sums.x > 30].k)(
+        rows.groupby(["k", "j"]).x.sum().reset_index()
+    ),
+    "one key": lambda rows: rows.groupby("j").x.sum().reset_index().j,
+}
+
+
+@pytest.mark.parametrize("name", OF_KEYS)
+def test_keys_of_groups_are_no_values(name: str) -> None:
+    ours, wanted = OF_KEYS[name](dd.from_pandas(LEFT, npartitions=3)), OF_KEYS[name](LEFT)
+    assert ours.sum().compute() == wanted.sum()
+    ours, wanted = (each.sort_values().reset_index(drop=True) for each in (ours.compute(), wanted))
+    pd.testing.assert_series_equal(ours, wanted)
+
+
 OF_LABELS: dict[str, Callable[..., Any]] = {
     "one column": lambda rows, **options: rows.groupby("k").x.idxmax(**options),
     "equal values": lambda rows, **options: rows.groupby("k").j.idxmin(**options),
