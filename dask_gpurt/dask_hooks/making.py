@@ -18,7 +18,7 @@ from typing import Any
 from dask._expr import Expr, _unpack_collections
 from dask.tokenize import _ENSURE_DETERMINISTIC, _IDENTITY_DISPATCH, normalize_object, normalize_token
 from dask.typing import no_default
-from dask.utils import methodcaller
+from dask.utils import funcname, methodcaller
 
 from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.patch import PatchSet
@@ -39,6 +39,8 @@ _TOKENS: dict[Any, tuple[Any, str]] = {}
 
 #: Writes what Dask hashes of a value of any other type.
 Other = Callable[[Any], str]
+#: Takes facts about files, and a function that writes them; returns what has been written of the same ones.
+FactsWritten = Callable[[Any, Callable[[], str]], str]
 
 
 class _TooDeepError(Exception):
@@ -94,6 +96,28 @@ def _token(original: Callable[[Any], str], other: Other, expr: Any) -> str:
     return found
 
 
+def token_of_read(original: Callable[[Any], str], facts_written: FactsWritten, expr: Any) -> str:
+    """Return the hash that the name of a read of files ends with, of which facts about these are a part.
+
+    Those are hundreds of values, which the reads of all selections of columns share.
+    """
+    if not (token := expr._determ_token):
+        values = [funcname(type(expr)), expr.checksum, *expr.operands[:-1]]  # has collected the facts now
+        at = 2 + expr._parameters.index("_dataset_info_cache")
+        if at >= len(values):  # on Arrow's file systems Dask leaves them out
+            return original(expr)
+        try:
+            facts = facts_written(values[at], lambda: _written(values[at], 0, _strict))
+            before, after = values[:at], values[at + 1 :]
+            written = [_written(each, 0, _strict) for each in (*before, *after)]
+        except _TooDeepError:
+            return original(expr)
+        written.insert(at, facts)
+        token = expr._determ_token = _md5_of(f"({', '.join(written)})")
+    found: str = token
+    return found
+
+
 def _tokenize(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
     """Return the hash of any values."""
     try:
@@ -103,7 +127,11 @@ def _tokenize(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
 
 
 def _hash_of(values: Sequence[Any], other: Other) -> str:
-    return hashlib.md5(_written_items(values, 0, other).encode(), usedforsecurity=False).hexdigest()
+    return _md5_of(_written_items(values, 0, other))
+
+
+def _md5_of(text: str) -> str:
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def _normalized(value: Any) -> str:
@@ -112,8 +140,11 @@ def _normalized(value: Any) -> str:
 
 def _described_or_strict(described: Callable[[Any], str | None], value: Any) -> str:
     """Write what describes a value, or what Dask hashes, which is an error if it differs each time."""
-    if (text := described(value)) is not None:
-        return text
+    text = described(value)
+    return _strict(value) if text is None else text
+
+
+def _strict(value: Any) -> str:
     if _ENSURE_DETERMINISTIC.get(_NEITHER) is not _NEITHER:  # part of what is hashed in a way of its own
         return _normalized(value)
     strict = _ENSURE_DETERMINISTIC.set(True)

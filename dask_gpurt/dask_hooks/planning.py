@@ -48,7 +48,7 @@ from fsspec.config import conf as fsspec_options
 
 from dask_gpurt.dask_hooks import lighter_tasks, parquet_files
 from dask_gpurt.dask_hooks.lighter_tasks import LastStep, defer_metadata
-from dask_gpurt.dask_hooks.making import PLAIN, make_faster
+from dask_gpurt.dask_hooks.making import PLAIN, FactsWritten, make_faster, token_of_read
 from dask_gpurt.dask_hooks.parquet_files import OF_FILES, has_options, version_of_files
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
@@ -566,6 +566,7 @@ def replace_planning(
     names_index: Replacement,
     look_at_files: Replacement,
     name_read: Replacement,
+    facts_written: FactsWritten,
     file_plans: int,
     operand: Callable[[Any], str | None],
 ) -> None:
@@ -582,6 +583,7 @@ def replace_planning(
     ``look_at_files``: called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet
     files needs.
     ``name_read``: called as ``name_read(original, expr)``; returns the token of a read of Parquet files.
+    ``facts_written``: see :data:`~dask_gpurt.dask_hooks.making.FactsWritten`.
     ``file_plans``: the number of sets of files and filters for which Dask caches footer statistics.
     ``operand``: returns what describes an operand completely, as a part of names; None to leave that to Dask.
     Raises UnsupportedError if one of these differs from the known one; nothing is replaced.
@@ -591,7 +593,10 @@ def replace_planning(
         PLANNING["optimize_until"]: lambda original: partial(optimise, original),
         PLANNING["columns"]: lambda original: partial(columns, original),
         PLANNING["ndim"]: lambda original: partial(dimensions, original),
-        PLANNING["__dask_tokenize__"]: lambda original: partial(name_read, original),
+        PLANNING["__dask_tokenize__"]: lambda original: partial(
+            name_read, partial(token_of_read, original, facts_written)
+        ),
+        PLANNING["__init__"]: lambda original: partial(parquet_files.make_partition, original),
         PLANNING["__getattr__"]: lambda original: partial(_operand_or, original),
         PLANNING["_divisions"]: lambda original: partial(_divisions_of_binary, original, is_described),
     }

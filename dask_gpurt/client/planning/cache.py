@@ -195,6 +195,7 @@ class PlanningCache:
         )
         self._versioned: LRU[bool] = LRU(FILES_LIMIT)
         self._tokens: LRU[str] = LRU(TOKENS_LIMIT)
+        self._facts: LRU[tuple[Any, str]] = LRU(FILES_LIMIT)
 
     def install(self) -> None:
         """Replace Dask's planning, if this version of Dask is supported. Idempotent."""
@@ -213,6 +214,7 @@ class PlanningCache:
                 names_index=names_index,
                 look_at_files=self._look_at_files,
                 name_read=self._name_read,
+                facts_written=self._facts_written,
                 file_plans=FILES_LIMIT,
                 operand=text_of_frame,
             )
@@ -232,7 +234,7 @@ class PlanningCache:
         """Clear all caches."""
         for kept in (self._expressions, self._metadata, self._plans, self._files):
             kept.clear()
-        for kept_here in (self._derived, self._versioned, self._tokens):
+        for kept_here in (self._derived, self._versioned, self._tokens, self._facts):
             kept_here.clear()
         forget_plans()
 
@@ -528,6 +530,14 @@ class PlanningCache:
             self._tokens.put(key, token)
         set_token(expr, token)
         return token
+
+    def _facts_written(self, facts: Any, write: Callable[[], str]) -> str:
+        """Return what has been written of facts about files, which do not change once they are collected."""
+        known = self._facts.get(id(facts))
+        if known is None or known[0] is not facts:
+            known = (facts, write())
+            self._facts.put(id(facts), known)
+        return known[1]
 
     def _may_change(self, expr: Expr) -> bool:
         """Return whether an expression with plain operands may change although its name stays the same."""

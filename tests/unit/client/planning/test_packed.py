@@ -18,12 +18,14 @@ import pytest
 from dask._expr import FinalizeCompute
 from dask._task_spec import execute_graph
 from dask.core import flatten
+from dask.dataframe.io.parquet.arrow import PartitionObj
 from distributed.protocol.pickle import dumps, loads
 from fsspec.implementations.local import LocalFileSystem
 
 from dask_gpurt.client.planning import packed
 from dask_gpurt.client.planning.files import source_of
 from dask_gpurt.client.planning.packed import PackedPlan, forget_plans, pack, unpack
+from dask_gpurt.dask_hooks import making
 from dask_gpurt.dask_hooks.planning import graph_of
 from dask_gpurt.observe import Fallback
 from tests.helpers.planned import Planner
@@ -238,3 +240,32 @@ def test_a_change_of_a_file_changes_its_state(table: str, change: str) -> None:
         other.write_bytes(path.read_bytes())
         other.rename(path)
     assert listed(Path(table)) != before
+
+
+def test_facts_about_files_are_written_once_for_all_selections_of_columns(
+    planner: Planner, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[type] = []
+    normalized = making._normalized
+
+    def noted(value: Any) -> str:
+        kinds.append(type(value))
+        return normalized(value)
+
+    monkeypatch.setattr(making, "_normalized", noted)
+    rows = dd.read_parquet(table)
+    before = kinds.count(pd.DataFrame)  # metadata of all columns are one of the facts
+    assert before > 0
+    names = {rows[columns].optimize().expr.deterministic_token for columns in (["key"], ["value"])}
+    assert len(names) == 2
+    assert kinds.count(pd.DataFrame) == before
+
+
+@pytest.mark.usefixtures("planner")
+@pytest.mark.parametrize(
+    "keys", [pd.Series([], dtype=object), pd.Series(["b", "a"]), pd.Series([], dtype="int64")]
+)
+def test_columns_of_partitions_have_the_keys_that_dask_gives_them(keys: pd.Series[Any]) -> None:
+    made = PartitionObj("key", keys)
+    assert made.name == "key"
+    pd.testing.assert_index_equal(made.keys, pd.Index(keys.sort_values()), exact=True)
