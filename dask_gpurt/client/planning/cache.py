@@ -49,6 +49,7 @@ from dask_gpurt.client.planning.rules.common_groups import CommonGroups
 from dask_gpurt.client.planning.rules.filters import Filters
 from dask_gpurt.client.planning.rules.group_sizes import GroupSizes
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
+from dask_gpurt.client.planning.rules.needed_groups import NeededGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.rules.renaming import Renaming
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
@@ -102,7 +103,7 @@ EARLY_RULES: tuple[Rule, ...] = (
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
 RULES: tuple[Rule, ...] = (
     *(SortOnce(), SkipFiles(), JoinOrder()),
-    *(PartitionSize(), LocalGroups(), WholeGroups(), CodedGroups()),
+    *(PartitionSize(), LocalGroups(), NeededGroups(), WholeGroups(), CodedGroups()),
 )
 
 
