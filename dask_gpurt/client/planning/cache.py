@@ -53,6 +53,7 @@ from dask_gpurt.client.planning.rules.needed_groups import NeededGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.rules.renaming import Renaming
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
+from dask_gpurt.client.planning.rules.semi_joins import SemiJoins
 from dask_gpurt.client.planning.rules.skipped_files import SkipFiles
 from dask_gpurt.client.planning.rules.sorting import SortOnce
 from dask_gpurt.client.planning.rules.unequal import Unequal
@@ -103,7 +104,7 @@ EARLY_RULES: tuple[Rule, ...] = (
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
 RULES: tuple[Rule, ...] = (
     *(SortOnce(), SkipFiles(), JoinOrder()),
-    *(PartitionSize(), LocalGroups(), NeededGroups(), WholeGroups(), CodedGroups()),
+    *(PartitionSize(), SemiJoins(), LocalGroups(), NeededGroups(), WholeGroups(), CodedGroups()),
 )
 
 

@@ -425,12 +425,17 @@ _COMPARISONS = (_expr.EQ, _expr.LT, _expr.LE, _expr.GT, _expr.GE)
 
 
 def _is_false_for_nulls(root: Any, condition: Any, names: Set[Any]) -> bool:
-    """Return whether a condition is never true of rows for which all of these columns are null."""
+    """Return whether a condition is never true of rows for which all of these columns are null.
+
+    What is inverted twice are booleans, as all conditions are, or null for such rows.
+    """
 
     def is_null(expr: Any) -> bool:
         is_column = type(expr) is _expr.Projection and expr.frame is root
         return is_column and expr.operand("columns") in names
 
+    while type(condition) is _expr.Invert and type(condition.operands[0]) is _expr.Invert:
+        condition = condition.operands[0].operands[0]  # of `~frame.column.isnull()`
     kind, operands = type(condition), condition.operands
     if kind in (_expr.And, _expr.Or):
         return (any if kind is _expr.And else all)(
