@@ -86,7 +86,7 @@ from dask_gpurt.dask_hooks.planning import Expr, is_computation, is_sequence, na
 Placed = tuple[Place, Any]
 
 #: Aggregations of which each group's is computed from its rows alone.
-_BY_GROUP = (
+BY_GROUP = (
     *(_groupby.Sum, _groupby.Prod, _groupby.Min, _groupby.Max, _groupby.First, _groupby.Last),
     *(_groupby.Count, _groupby.Size, _groupby.Var, _groupby.Std, _groupby.Mean, _groupby.NUnique),
     *(_groupby.GroupbyAggregation, GroupsAtOnce),
@@ -302,7 +302,7 @@ class _Plan(RowRoots):
 
     def _below_groups(self, resets: Any, condition: Any, columns: set[Any]) -> list[Placed]:
         groups = self.rows[name_of(resets.frame)].root
-        if kind_of(groups) not in _BY_GROUP or any(isinstance(key, Expr) for key in groups.by):
+        if kind_of(groups) not in BY_GROUP or any(isinstance(key, Expr) for key in groups.by):
             raise _LeftError("what it has for an index is not made of columns by a groupby")
         if not columns <= {*groups.by} & {*groups.frame.columns} or _has_floats(groups.frame, columns):
             raise _LeftError("it is not on keys of groups alone")
@@ -366,7 +366,7 @@ class _Plan(RowRoots):
                 if (user.left_index, user.right_index)[position]:
                     raise _LeftError("the numbers of its rows are joined")
                 follows = user.left_index or user.right_index
-            elif kind in _BY_GROUP:
+            elif kind in BY_GROUP:
                 if position or any(isinstance(key, Expr) for key in user.by):
                     raise _LeftError("groups are made of its rows by their numbers")
             elif kind in _LABELLED:

@@ -30,9 +30,10 @@ from dask.dataframe.dask_expr import _expr, _groupby
 from dask.dataframe.dask_expr._merge import Merge
 
 from dask_gpurt.client.planning.join_order.costs import RowEstimates, UnknownSizeError
-from dask_gpurt.client.planning.operations import dtypes_of, is_of_pandas
+from dask_gpurt.client.planning.operations import dtypes_of, is_of_pandas, kind_of
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import independence_of
+from dask_gpurt.client.planning.rules.filters import BY_GROUP
 from dask_gpurt.client.planning.rules.needed_columns import dimensions, keys_of_join, names_in_join
 from dask_gpurt.client.planning.rules.row_roots import RowRoots
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild_from, with_operand
@@ -233,9 +234,8 @@ def _is_key(join: Any, at: int, name: Hashable) -> bool:
 
 
 def has_known_keys(groups: Any) -> bool:
-    """Return whether groups are of columns whose equal values are the same, without those of nulls."""
-    is_of_groups = isinstance(groups, _groupby.GroupByBase)
-    if not is_of_groups or not {"frame", "dropna"} <= {*groups._parameters}:
+    """Return whether there is a row for each group, by columns whose equal values are the same, but nulls."""
+    if kind_of(groups) not in BY_GROUP:
         return False
     if groups.dropna is False or dimensions(groups.frame) != 2:
         return False
