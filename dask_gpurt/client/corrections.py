@@ -129,12 +129,15 @@ def _filter_in_turn(original: Callable[..., Any], expr: Any, parent: Any, depend
 
     Dask makes one filter of two, and takes the first out of the condition of the second. If that is already
     a filter of a column there, Dask does not see it: of the two conditions, one then has fewer rows, and
-    pandas raises where labels of rows repeat, as in files that one task reads.
+    pandas raises where labels of rows repeat, as in files that one task reads. Nor does pandas combine a
+    condition that is masked with one of Arrow.
     """
     found = original(expr, parent, dependents)
     is_one_of_two = isinstance(parent, _FILTERS) and isinstance(found, _FILTERS)
-    if is_one_of_two and found.frame._name == expr.frame._name and _is_filtered(found.predicate.operands[1]):
-        return None
+    if is_one_of_two and found.frame._name == expr.frame._name:
+        kinds = {type(each._meta.dtype) for each in (expr.predicate, parent.predicate)}
+        if kinds == {pd.BooleanDtype, pd.ArrowDtype} or _is_filtered(found.predicate.operands[1]):
+            return None
     return found
 
 

@@ -356,6 +356,20 @@ def test_a_condition_on_rows_that_another_left_is_checked_on_these() -> None:
     assert count(dd.from_pandas(rows, npartitions=3, sort=False)) == count(rows) > 0
 
 
+def test_a_masked_condition_comes_before_one_of_arrow() -> None:
+    rows = LEFT.assign(s=pd.array([f"a{x % 5}" if x % 3 else None for x in LEFT.x], dtype="string[pyarrow]"))
+
+    def chosen(table: Any) -> Any:
+        some = table[table.s.str.contains("a", na=False)]
+        return some[some.s != "a1"]
+
+    assert {type(part.dtype) for part in (rows.s.str.contains("a", na=False), rows.s != "a1")} == {
+        pd.BooleanDtype,
+        pd.ArrowDtype,
+    }
+    assert chosen(dd.from_pandas(rows, npartitions=3)).compute().equals(chosen(rows))
+
+
 #: Programs that want a key of groups by several keys.
 OF_KEYS: dict[str, Callable[[Any], Any]] = {
     "a sum": lambda rows: rows.groupby(["k", "j"]).x.sum().reset_index()["k"],
