@@ -290,6 +290,20 @@ def test_keys_that_do_not_go_together_are_named_as_the_user_did(library: Library
         assert refusal() == known
 
 
+def test_joins_of_frames_without_columns_are_described_as_dask_does(
+    library: Library, planner: Planner
+) -> None:
+    left, right = (dd.from_pandas(each, npartitions=2).to_backend(library.name) for each in tables()[:2])
+
+    def joined() -> list[Any]:
+        return metadata(left[[]].merge(right[[]], left_index=True, right_index=True).expr)
+
+    known = joined()
+    gc.collect()  # Dask shares equal expressions
+    with planner.used():
+        assert differences(joined(), known) == []
+
+
 def test_an_aggregate_that_is_refused_alone_is_left_to_dask(library: Library, planner: Planner) -> None:
     frame = dd.from_pandas(tables()[1], npartitions=2).to_backend(library.name)
 
