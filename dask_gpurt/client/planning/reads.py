@@ -99,7 +99,13 @@ def tuned_to_stay(given: Expr, changed: Expr, optimise: Callable[[Expr, str], Ex
 
 
 def is_whole(results: Expr) -> bool:
-    """Return whether each result is a single partition, with unknown labels at its ends."""
+    """Return whether each result is a single partition, with unknown labels at its ends.
+
+    Dask finds the ends of a repartitioned frame by planning it, which would ask this again: these count as
+    divided.
+    """
+    if any(isinstance(each, Repartition) for each in results.walk()):
+        return False
     each = results.operands if is_sequence(results) else [results]
     return all(result.npartitions == 1 and not result.known_divisions for result in each)
 

@@ -559,6 +559,11 @@ STAYING: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "groups": (lambda large: large.groupby("key", sort=True).number.sum().to_frame(), True),
     "a number": (lambda large: large.value.max(), True),
     "rows": (lambda large: large[large.key > 3], False),
+    "one partition": (lambda large: large.repartition(npartitions=1), False),
+    "groups of one partition": (
+        lambda large: large.repartition(npartitions=1).groupby("key", sort=True).number.sum(),
+        False,
+    ),
     "rows that are numbered": (lambda large: large[["key"]].repartition(npartitions=1).reset_index(), False),
     "groups of categories": (
         lambda large: (
@@ -580,6 +585,7 @@ def test_a_result_of_one_partition_that_stays_is_read_by_size(folder: Path, name
     with dask.config.set(scheduler=None), planner.used():
         plan = planner.cache.optimise(optimize_until, result.expr, "simplified-physical")
     assert bool(planner.count("reads.by-size")) == is_by_size
+    assert planner.metrics.snapshot()["fallbacks"] == {}
     assert plan.npartitions == result.npartitions
     assert plan.divisions == result.divisions
     if is_by_size:
