@@ -64,9 +64,10 @@ def _joined(expr: Any, left: Schema, right: Schema, library: Library) -> Schema 
         for label, name in zip(schema.labels, of_names, strict=True)
         if label not in skipped
     ]
-    labels, parts = (tuple(each[at] for each in kept) for at in (0, 1))
-    is_known = 0 < len(labels) == len({*labels})
-    return rest._replace(labels=labels, columns=parts) if is_known else None
+    if not kept:
+        return None
+    labels, parts = zip(*kept, strict=True)
+    return rest._replace(labels=labels, columns=parts) if len({*labels}) == len(labels) else None
 
 
 def _pairs_of_keys(expr: Any, left: Schema, right: Schema) -> list[tuple[Any, Any]] | None:
