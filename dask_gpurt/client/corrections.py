@@ -19,6 +19,7 @@ from dask.dataframe import Series
 from dask.dataframe.dask_expr._expr import Elemwise, Filter, FilterAlign, Projection
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
+from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._reductions import MeanAggregate, NFirst, NLast, ShuffleReduce, Sum
 from dask.dataframe.dask_expr._shuffle import BaseSetIndexSortValues, ShuffleBase
 from dask.utils import M
@@ -122,6 +123,20 @@ def _keep_other_operands(original: Callable[..., Any], expr: Any, parent: Any, d
     """
     is_first = getattr(parent.operands[0], "_name", None) == expr._name
     return original(expr, parent, dependents) if is_first else None
+
+
+def _keep_sides_of_joins(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
+    """Leave a filter above a join that keeps the other side's rows without a match.
+
+    Where both sides have a column, of which that of the left side alone gets a suffix, Dask takes a condition
+    on that of the right side for one on the left, which may pass the join. It then puts it on the right side:
+    rows whose matches it leaves out come back with nulls.
+    """
+    found = original(expr, parent, dependents)
+    if isinstance(parent, Filter) and isinstance(found, Merge) and expr.how in ("left", "right"):
+        kept = (getattr(each, expr.how)._name for each in (expr, found))
+        return None if next(kept) == next(kept) else found
+    return found
 
 
 def _filter_in_turn(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
@@ -442,6 +457,7 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("GroupByReduction.combine_kwargs", _drop_groups_of_nulls),
     ("GroupByReduction.aggregate_kwargs", _drop_groups_of_nulls),
     ("Filter._simplify_up", _keep_other_operands),
+    ("Merge._simplify_up", _keep_sides_of_joins),
     ("Filter._simplify_up", _filter_in_turn),
     ("ApplyConcatApply._lower", _square_floats),
     ("_build_agg_args_var", _square_floats_of_steps),

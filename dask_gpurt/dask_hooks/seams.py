@@ -172,6 +172,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_shuffle:SortValues._lower", "self"),
         Seam(_EXPR + "_reductions:ShuffleReduce._lower", "self"),
         Seam(_EXPR + "_merge:Merge._lower", "self"),
+        Seam(_EXPR + "_merge:Merge._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_merge:Merge.is_broadcast_join", "self"),
         Seam(_EXPR + "_merge:Merge._on_condition_already_partitioned", "self expr on"),
         Seam(_EXPR + "_reductions:ApplyConcatApply.need_to_shuffle", "self"),

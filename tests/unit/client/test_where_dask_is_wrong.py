@@ -657,6 +657,22 @@ def test_a_condition_with_alternatives_stays_on_its_side_of_a_join() -> None:
     same_rows(program(dd.from_pandas(LEFT, npartitions=3)).compute(), program(LEFT))
 
 
+@pytest.mark.parametrize("suffixes", [("_a", ""), ("", "_b"), ("_a", "_b")])
+@pytest.mark.parametrize("how", ["left", "right", "inner", "outer"])
+def test_a_condition_on_one_side_of_a_join_leaves_rows_out(
+    how: str, suffixes: tuple[str, str], tmp_path: Path
+) -> None:
+    def program(rows: Any) -> list[Any]:
+        both = rows.merge(rows[rows.x > 340], on="k", how=how, suffixes=suffixes)
+        one, other = (f"j{suffix}" for suffix in suffixes)
+        conditions = (both[one] > 4, both[other] > 4, (both[one] > 4) & (both[other] > 2))
+        return [both[condition] for condition in conditions]
+
+    dd.from_pandas(LEFT, npartitions=3).to_parquet(tmp_path)
+    for ours, wanted in zip(program(dd.read_parquet(tmp_path)), program(LEFT), strict=True):
+        same_rows(ours.compute(), wanted)
+
+
 class TestFilesReadAsOnePartition:
     """Where one of many columns is read, Dask reads several files as one partition."""
 
