@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from dask_gpurt.device.base import COLOCATED
 from dask_gpurt.reads.policy import DetachedReads
 from dask_gpurt.worker import reading
 from dask_gpurt.worker.reading import NTHREADS, set_threads, threads_of
@@ -93,6 +94,7 @@ def test_gpus_that_are_named_are_counted_without_their_driver(monkeypatch: pytes
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5a7e,0,1")
     monkeypatch.delenv(NTHREADS, raising=False)
+    monkeypatch.delenv(COLOCATED, raising=False)  # which a nanny leaves to the process that starts its worker
     restore = reading.set_reader_threads(None)
     assert os.environ[NTHREADS] == "16"
     restore()
