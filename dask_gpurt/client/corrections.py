@@ -375,12 +375,19 @@ def _keep_conditions_on_labels(
 
 
 def _keep_labels_of_values(original: Callable[..., Any], resets: Any, parent: Any, dependents: Any) -> Any:
-    """Leave a column that labels of a series become. Dask returns the values in place of one of several."""
-    if isinstance(parent, Projection) and resets.frame.ndim == 1 and not resets.drop:
-        wanted = parent.operand("columns")
-        if isinstance(wanted, list) or wanted != resets.frame._meta.name:
-            return None
-    return original(resets, parent, dependents)
+    """Leave a column that labels of a series become, and drop these where only its values are wanted.
+
+    Dask returns the values in place of one of several. It compares with ``resets.name``, which is a column
+    where a program groups by one of that name.
+    """
+    if not isinstance(parent, Projection) or resets.frame.ndim != 1 or resets.drop:
+        return original(resets, parent, dependents)
+    wanted, values = parent.operand("columns"), resets.frame._meta
+    if isinstance(wanted, list) or wanted != values.name or wanted in ("index", *values.index.names):
+        return None
+    users = [each() for each in dependents[resets._name]]
+    is_all = all(isinstance(each, Projection) and each.operand("columns") == wanted for each in users)
+    return resets.substitute_parameters({"drop": True}) if is_all else None
 
 
 def _align_what_functions_return(original: Callable[..., Any], frame: Any, **pairs: Any) -> Any:

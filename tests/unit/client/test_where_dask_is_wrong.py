@@ -379,6 +379,13 @@ OF_KEYS: dict[str, Callable[[Any], Any]] = {
         rows.groupby(["k", "j"]).x.sum().reset_index()
     ),
     "one key": lambda rows: rows.groupby("j").x.sum().reset_index().j,
+    "values by a key called name": lambda rows: (
+        rows.assign(name=rows.k).groupby("name").x.sum().reset_index().x
+    ),
+    "a key called name": lambda rows: rows.assign(name=rows.k).groupby("name").x.sum().reset_index()["name"],
+    "greater values than most": lambda rows: (lambda sums: sums[sums.x > sums.x.mean()].x)(
+        rows.assign(name=rows.k).groupby("name").x.sum().reset_index()
+    ),
 }
 
 
