@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from dask.base import is_dask_collection
 from dask.dataframe import Series
-from dask.dataframe.dask_expr._expr import Elemwise, Filter, FilterAlign, Projection
+from dask.dataframe.dask_expr._expr import Blockwise, Elemwise, Filter, FilterAlign, Index, Projection
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
 from dask.dataframe.dask_expr._merge import Merge
@@ -166,6 +166,19 @@ def _is_filtered(condition: Any) -> bool:
         if isinstance(each, Elemwise):
             waiting += [found for found in each.dependencies() if found.ndim]
     return False
+
+
+def _need_whole_frames(original: Callable[..., Any], expr: Any) -> Any:
+    """Need all columns of the frame that an operation is on, also if its result has others.
+
+    Dask looks for those of the result, and leaves out the rest where something else is made of the frame, but
+    not for this operation. So there are two reads of a table, and it may put files together in one of them
+    only: where both meet, it raises AssertionError.
+    """
+    needed = original(expr)
+    if not isinstance(expr, Blockwise) or isinstance(expr, (Projection, Index)):
+        return needed
+    return [*needed, *chain.from_iterable(each.columns for each in expr.dependencies() if each.ndim == 2)]
 
 
 def _square_floats(original: Callable[..., Any], expr: Any) -> Any:
@@ -466,6 +479,7 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("Filter._simplify_up", _keep_other_operands),
     ("Merge._simplify_up", _keep_sides_of_joins),
     ("Filter._simplify_up", _filter_in_turn),
+    ("Expr._projection_columns", _need_whole_frames),
     ("ApplyConcatApply._lower", _square_floats),
     ("_build_agg_args_var", _square_floats_of_steps),
     ("AsType._simplify_up", _check_after_casts),

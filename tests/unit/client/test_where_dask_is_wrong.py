@@ -356,6 +356,40 @@ def test_a_condition_on_rows_that_another_left_is_checked_on_these() -> None:
     assert count(dd.from_pandas(rows, npartitions=3, sort=False)) == count(rows) > 0
 
 
+def _sums(rows: Any) -> Any:
+    """Return what a function that takes whole rows makes of them, a series."""
+    options = {} if isinstance(rows, pd.DataFrame) else {"meta": ("sum", "int64")}
+    return rows.apply(lambda row: row.j + row.x, axis=1, **options)
+
+
+#: Programs in which a column of a table meets what is made of the whole table.
+OF_WHOLE_TABLES: dict[str, Callable[[Any], Any]] = {
+    "rows of other names": lambda rows: (lambda named: named[named.j > 3].size)(
+        rows.rename(columns={"k": "key"})
+    ),
+    "rows of prefixed names": lambda rows: (lambda named: named[named.p_j > 3].size)(rows.add_prefix("p_")),
+    "labels of other names": lambda rows: (lambda named: named[["j"]].assign(label=named.index))(
+        rows.rename(columns={"k": "key"})
+    ),
+    "a function of rows": lambda rows: rows.j + _sums(rows),
+    "a function of rows of other names": lambda rows: rows.j + _sums(rows.rename(columns={"k": "b"})),
+    "a condition on a function of rows": lambda rows: rows.k[_sums(rows) > 200],
+    "a number of values": lambda rows: rows.j + rows.count(axis=1),
+}
+
+
+@pytest.mark.parametrize("name", OF_WHOLE_TABLES)
+def test_columns_meet_what_is_made_of_their_table(name: str, tmp_path: Path) -> None:
+    dd.from_pandas(LEFT.assign(s="a", y=1.5), npartitions=4).to_parquet(tmp_path)
+    table = dd.read_parquet(tmp_path)
+    ours, wanted = OF_WHOLE_TABLES[name](table).compute(), OF_WHOLE_TABLES[name](table.compute())
+    if isinstance(wanted, int):
+        assert ours == wanted > 0
+    else:
+        assert len(wanted) > 0
+        pd.testing.assert_frame_equal(*(pd.DataFrame(each) for each in (ours, wanted)))
+
+
 def test_a_masked_condition_comes_before_one_of_arrow() -> None:
     rows = LEFT.assign(s=pd.array([f"a{x % 5}" if x % 3 else None for x in LEFT.x], dtype="string[pyarrow]"))
 

@@ -535,6 +535,18 @@ def test_a_query_reads_the_columns_that_are_needed(read: Callable[[str], Any]) -
         assert set(table.columns) <= {"x", "n", "s"}
 
 
+def test_rows_of_renamed_columns_are_chosen_from_one_read(read: Callable[[str], Any]) -> None:
+    """Two reads, of other columns, may have other partitions."""
+
+    def some(rows: Any) -> Any:
+        some = rows.rename(columns={"key": "k"})
+        some = some[some.n > some.n.mean()]
+        return some.loc[~some.s.isin(["s1", "s2"])]
+
+    plan, _ = ruled(some(read("large")).shape[0])
+    assert value_of(plan) == len(some(tables()["large"])) > 0
+
+
 def set_columns(frame: Any, labels: list[Any]) -> Any:
     frame = frame.copy()
     frame.columns = labels
