@@ -17,7 +17,7 @@ from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 import dask_gpurt
-from dask_gpurt import preload
+from dask_gpurt import dask_hooks, preload
 from dask_gpurt.cli import main
 from dask_gpurt.cli.doctor import examine
 from dask_gpurt.dask_hooks import UnsupportedError
@@ -194,9 +194,8 @@ for name in ("memfd_create", "sched_getaffinity", "pidfd_open"):
     if hasattr(os, name):
         delattr(os, name)
 import dask_gpurt
-from dask_gpurt import preload
-from dask_gpurt.dask_hooks import support
-support.sys = types.SimpleNamespace(platform="win32")
+from dask_gpurt import dask_hooks, preload
+dask_hooks.sys = types.SimpleNamespace(platform="win32")
 
 async def main():
     async with Scheduler(dashboard_address=":0", host="127.0.0.1", port=0) as scheduler:
