@@ -17,7 +17,7 @@ from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 import dask_gpurt
-from dask_gpurt import dask_hooks, preload
+from dask_gpurt import preload
 from dask_gpurt.cli import main
 from dask_gpurt.cli.doctor import examine
 from dask_gpurt.dask_hooks import UnsupportedError
