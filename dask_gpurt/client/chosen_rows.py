@@ -19,6 +19,14 @@ from dask_gpurt.dask_hooks.types import convert_to_list
 from dask_gpurt.frames.statistics import choose_labels, combine_labels, labels_of_groups
 
 
+def _choose_by_function(original: Callable[..., Any], frame: Any, wanted: Any) -> Any:
+    """Have a function of a frame say what is wanted of it, as pandas does.
+
+    Dask takes it for a label: the number of rows is then that of all, and anything else raises.
+    """
+    return original(frame, wanted(frame) if callable(wanted) else wanted)
+
+
 def _keep_columns_of_order(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
     """Leave the columns by which first, last, largest or least rows are chosen until they are.
 
@@ -138,6 +146,7 @@ def _has_categories(groups: Any) -> bool:
 
 #: What each corrects, by its name in Dask.
 CHOICES: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("FrameBase.__getitem__", _choose_by_function),
     ("Head._simplify_down", _take_most_frequent),
     ("Reduction._simplify_up", _keep_columns_of_order),
     ("groupby_projection", _aggregate_columns_needed),

@@ -198,6 +198,7 @@ EXPRESSIONS = SeamGroup(
             bodies=("cc8024e9722f",),
         ),
         Seam(_EXPR + "_reductions:Mean._lower", "self"),
+        Seam(_EXPR + "_collection:FrameBase.__getitem__", "self other"),
         Seam(_EXPR + "_collection:DataFrame.sort_values"),
         Seam(_EXPR + "_collection:DataFrame.assign", "self pairs"),
         Seam(_EXPR + "_expr:Assign._remove_common_columns", "self other"),

@@ -404,6 +404,15 @@ def test_a_masked_condition_comes_before_one_of_arrow() -> None:
     assert chosen(dd.from_pandas(rows, npartitions=3)).compute().equals(chosen(rows))
 
 
+def test_a_function_says_which_rows_are_wanted() -> None:
+    rows = dd.from_pandas(LEFT, npartitions=3)
+    chosen, wanted = rows[lambda each: each.x > 30], LEFT[lambda each: each.x > 30]
+    assert len(chosen) == len(wanted)
+    assert chosen[lambda each: each.j < 5].compute().equals(wanted[lambda each: each.j < 5])
+    assert rows[lambda each: ["k", "x"]].compute().equals(LEFT[["k", "x"]])
+    assert rows.x[lambda each: each > 30].compute().equals(wanted.x)
+
+
 #: Programs that want a key of groups by several keys.
 OF_KEYS: dict[str, Callable[[Any], Any]] = {
     "a sum": lambda rows: rows.groupby(["k", "j"]).x.sum().reset_index()["k"],
