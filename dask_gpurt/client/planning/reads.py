@@ -16,6 +16,7 @@ import numpy as np
 from dask._expr import Expr
 from dask._task_spec import List, Task
 from dask.dataframe.dask_expr._repartition import Repartition, RepartitionToFewer
+from dask.dataframe.dask_expr._shuffle import BaseSetIndexSortValues
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FusedIO, FusedParquetIO
 from dask.dataframe.dispatch import concat
@@ -101,10 +102,10 @@ def tuned_to_stay(given: Expr, changed: Expr, optimise: Callable[[Expr, str], Ex
 def is_whole(results: Expr) -> bool:
     """Return whether each result is a single partition, with unknown labels at its ends.
 
-    Dask finds the ends of a repartitioned frame by planning it, which would ask this again: these count as
-    divided.
+    Dask finds the ends of a repartitioned frame by planning it, which would ask this again, and those of a
+    sorted one by computing it: these count as divided.
     """
-    if any(isinstance(each, Repartition) for each in results.walk()):
+    if any(isinstance(each, (Repartition, BaseSetIndexSortValues)) for each in results.walk()):
         return False
     each = results.operands if is_sequence(results) else [results]
     return all(result.npartitions == 1 and not result.known_divisions for result in each)

@@ -18,6 +18,7 @@ import pytest
 from dask._expr import FinalizeCompute, optimize_until
 from dask.base import collections_to_expr
 from dask.core import flatten
+from dask.dataframe.dask_expr import _shuffle
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -663,3 +664,13 @@ def test_rules_say_what_they_changed_and_what_they_left_and_why(
     caplog.clear()
     planned(large.key.head(3, compute=False), sizes=sizes)
     assert "since results depend on partitions: what Head returns may depend on them" in caplog.text
+
+
+def test_a_sort_is_not_computed_to_plan_its_first_rows(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = dd.from_pandas(pd.DataFrame({"x": [3, 1, 2] * 9, "y": range(27)}), npartitions=3)
+    monkeypatch.setattr(_shuffle, "_calculate_divisions", lambda *_, **__: pytest.fail("it is computed"))
+    with planner.used():
+        first = rows.sort_values(["x", "y"], ascending=[True, False]).head(3, compute=False)
+        assert first.optimize().columns.to_list() == ["x", "y"]
