@@ -1,8 +1,6 @@
-"""Read expressions for planning, and replace how they are created, optimised and described.
+"""Read expressions for planning, and make plans of others.
 
-Dask shares one instance of equal expressions as long as it is referenced. The replacements intercept the
-creation of each expression, each optimisation, and the metadata of the most frequent operations. They are
-installed on Dask's classes, for all clients of the process.
+Dask shares one instance of equal expressions as long as it is referenced.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import logging
 import marshal
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import dask
@@ -23,16 +21,14 @@ from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.backends import detect_entrypoints
 from dask.base import collections_to_expr
 from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._collection import FrameBase
+from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._expr import (
-    Binop,
     Fused,
     Isin,
     Literal,
     _DelayedExpr,
     is_valid_blockwise_op,
 )
-from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import GroupbyAggregationBase, GroupByChunk
 from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
@@ -48,10 +44,8 @@ from fsspec.config import conf as fsspec_options
 
 from dask_gpurt.dask_hooks import lighter_tasks, parquet_files
 from dask_gpurt.dask_hooks.lighter_tasks import LastStep, defer_metadata
-from dask_gpurt.dask_hooks.making import PLAIN, FactsWritten, make_faster, token_of_read
+from dask_gpurt.dask_hooks.making import PLAIN
 from dask_gpurt.dask_hooks.parquet_files import OF_FILES, has_options, version_of_files
-from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import PLANNING
 
 __all__ = ["Expr"]  # and all that is defined here
 
@@ -59,9 +53,6 @@ logger = logging.getLogger(__name__)
 
 #: Plans an expression up to a stage, as Dask does.
 plan_as_dask: Callable[[Expr, Any], Expr] = optimize_until
-#: A replacement that gets the original as its first argument.
-Replacement = Callable[..., Any]
-
 #: The accessors of pandas. Others are registered by users, who may replace one under the same name.
 _ACCESSORS = frozenset({"str", "dt", "cat", "list", "struct"})
 
@@ -70,13 +61,6 @@ _PANDAS_OPTIONS: dict[str, Any] = vars(pd.options).get("d", {})
 
 #: The settings of Dask that influence planning.
 _CHOSEN = ("dataframe", "optimization", "annotations", "gpurt", "scheduler", "explicit-comms")
-
-#: The classes of collections, by what their metadata are.
-_COLLECTIONS: dict[Hashable, Callable[[Any], Any]] = {}
-
-#: The methods that compute the metadata of the operations that are described; others of the same name are
-#: Dask's own affair.
-_DESCRIBED = frozenset(seam.short for seam in PLANNING.seams if seam.attribute == "_meta")
 
 
 # ---- reading --------------------------------------------------------------------------------------
@@ -548,136 +532,3 @@ def _options_of_cudf() -> Iterator[str]:
     if (option := getattr(sys.modules.get("cudf"), "get_option", None)) is not None:
         for name in ("default_integer_bitwidth", "default_float_bitwidth", "mode.pandas_compatible"):
             yield repr(option(name))
-
-
-# ---- replacing ------------------------------------------------------------------------------------
-
-
-def replace_planning(
-    patches: PatchSet,
-    *,
-    made: Replacement,
-    optimise: Replacement,
-    metadata: Replacement,
-    columns: Replacement,
-    dimensions: Replacement,
-    is_described: Callable[[Any], bool],
-    kind_of: Callable[[Any], Hashable | None],
-    names_index: Replacement,
-    look_at_files: Replacement,
-    name_read: Replacement,
-    facts_written: FactsWritten,
-    file_plans: int,
-    operand: Callable[[Any], str | None],
-) -> None:
-    """Replace how expressions are created, optimised and described, and how reads of files are.
-
-    ``made``: called as ``made(original, kind, *operands, **keywords)``; returns the expression.
-    ``optimise``: called as ``optimise(original, expr, stage)``; returns the optimised expression.
-    ``metadata``, ``columns``, ``dimensions``: called as ``metadata(original, expr)``; return the metadata of
-    an expression, the labels of its columns, and the number of its dimensions.
-    ``is_described``: returns whether an expression is known to be a frame or a series.
-    ``kind_of``: returns what the class of the metadata is, where that is known; None otherwise.
-    ``names_index``: called as ``names_index(original, frame, columns)``; returns whether columns of a join
-    name an index.
-    ``look_at_files``: called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet
-    files needs.
-    ``name_read``: called as ``name_read(original, expr)``; returns the token of a read of Parquet files.
-    ``facts_written``: see :data:`~dask_gpurt.dask_hooks.making.FactsWritten`.
-    ``file_plans``: the number of sets of files and filters for which Dask caches footer statistics.
-    ``operand``: returns what describes an operand completely, as a part of names; None to leave that to Dask.
-    Raises UnsupportedError if one of these differs from the known one; nothing is replaced.
-    """
-    wraps: dict[Any, Wrap] = {
-        PLANNING["__new__"]: lambda original: partial(made, original),
-        PLANNING["optimize_until"]: lambda original: partial(optimise, original),
-        PLANNING["columns"]: lambda original: partial(columns, original),
-        PLANNING["ndim"]: lambda original: partial(dimensions, original),
-        PLANNING["__dask_tokenize__"]: lambda original: partial(
-            name_read, partial(token_of_read, original, facts_written)
-        ),
-        PLANNING["__init__"]: lambda original: partial(parquet_files.make_partition, original),
-        PLANNING["__getattr__"]: lambda original: partial(_operand_or, original),
-        PLANNING["_divisions"]: lambda original: partial(_divisions_of_binary, original, is_described),
-    }
-    for seam in PLANNING.seams:
-        if seam.attribute == "is_dataframe_like":
-            wraps[seam] = lambda original: partial(_is_frame, original)
-        if seam.name == f"{FrameBase.__module__}:new_collection":
-            wraps[seam] = lambda original: partial(_collection, original, kind_of)
-        if seam.attribute == "_dataset_info":
-            wraps[seam] = lambda original: partial(look_at_files, original)
-        if seam.name.endswith("_merge:_contains_index_name"):
-            wraps[seam] = lambda original: partial(names_index, original)
-        if seam.short in _DESCRIBED:
-            wraps[seam] = partial(_where_own, seam.owner(), metadata)
-    PLANNING.require()
-    patches.replace_all(wraps)
-    patches.add_item(vars(parquet), PLANNING["_CACHED_PLAN_SIZE"].attribute, file_plans)
-    make_faster(patches, operand)
-
-
-def observe_planning(patches: PatchSet, *, made: Replacement, optimise: Replacement) -> None:
-    """Call functions as expressions are created and optimised, as in :func:`replace_planning`.
-
-    Raises UnsupportedError if one of Dask's functions differs from the known one.
-    """
-    patches.replace_all(
-        {
-            PLANNING["__new__"]: lambda original: partial(made, original),
-            PLANNING["optimize_until"]: lambda original: partial(optimise, original),
-        }
-    )
-
-
-def _operand_or(original: Callable[[Any, str], Any], expr: Any, name: str) -> Any:
-    """Return the operand of a name, for which Dask first looks up an attribute again, and fails again."""
-    parameters = type(expr)._parameters
-    if name in parameters and not name.startswith("_meta"):
-        return expr.operands[parameters.index(name)]
-    return original(expr, name)
-
-
-def _collection(original: Callable[[Any], Any], kind_of: Callable[[Any], Hashable | None], expr: Any) -> Any:
-    """Return the collection of an expression, of which Dask would make metadata to find the class."""
-    if (kind := kind_of(expr)) is None:
-        return original(expr)
-    if (of_kind := _COLLECTIONS.get(kind)) is not None:
-        return of_kind(expr)
-    collection = original(expr)
-    _COLLECTIONS[kind] = type(collection)
-    return collection
-
-
-def _is_frame(original: Callable[[Any], bool], value: Any) -> bool:
-    """Return whether a value is a frame; Dask would compute the dtypes of one to find out."""
-    kind = type(value)
-    is_known = kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] in ("pandas", "cudf")
-    return is_known or original(value)
-
-
-def _divisions_of_binary(
-    original: Callable[[Any], Any], is_described: Callable[[Any], bool], expr: Any
-) -> Any:
-    """Return the divisions of an operation on two operands, of which Dask asks whether it is of an index."""
-    if not is_described(expr):
-        return original(expr)
-    if expr._broadcastable and len(expr.dependencies()) == 2:
-        return (expr.right if expr.left.ndim < expr.right.ndim else expr.left).divisions
-    return super(Binop, expr)._divisions()
-
-
-def _where_own(owner: type, replacement: Replacement, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Replace a computation of metadata where it is not part of that of a subclass."""
-
-    def described(expr: Any) -> Any:
-        kind: Any = type(expr)
-        is_own = _owner_of_metadata(kind) is owner
-        return replacement(original, expr) if is_own else original(expr)
-
-    return described
-
-
-@lru_cache(None)
-def _owner_of_metadata(kind: Any) -> Any:
-    return next(each for each in kind.__mro__ if "_meta" in vars(each))

@@ -86,11 +86,11 @@ from dask_gpurt.dask_hooks.planning import (
     operands_of,
     plan_as_dask,
     reads_more_than_operands,
-    replace_planning,
     set_token,
     settings,
     token_of,
 )
+from dask_gpurt.dask_hooks.replacing import replace_planning
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.counting import Choices
 

@@ -17,7 +17,8 @@ from dask_gpurt.client.planning.cache import Planned, PlanningCache
 from dask_gpurt.client.planning.reads import LOWERED
 from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.planning import Expr, is_computation, keys_of, observe_planning
+from dask_gpurt.dask_hooks.planning import Expr, is_computation, keys_of
+from dask_gpurt.dask_hooks.replacing import observe_planning
 from dask_gpurt.observe import Metrics
 from dask_gpurt.tools.qualify import recording
 

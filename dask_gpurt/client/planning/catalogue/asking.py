@@ -13,6 +13,7 @@ Decisions and their figures: ``docs/decisions/planning.md``.
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import date, timedelta
@@ -30,6 +31,8 @@ from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Schema, frame_of
 from dask_gpurt.client.planning.keys import frozen
 from dask_gpurt.dask_hooks.planning import Expr, collection_of, metadata
 from dask_gpurt.frames import first_uses
+
+logger = logging.getLogger(__name__)
 
 #: Returns the answer to each question: kept ones, and for the positions of those that are missing the results
 #: of the function, which are None where Dask has to say it.
@@ -148,6 +151,7 @@ def answered(kind: type, operands: Sequence[Any]) -> Schema | None:
         vars(question)[QUESTION] = True
         return schema_of(metadata(question))
     except Exception:  # Dask is asked about the operation itself: its error names the columns of the user
+        logger.debug("Dask says what %s returns", kind.__name__, exc_info=True)
         return None
 
 

@@ -142,10 +142,9 @@ def projection(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     if frame.has_levels or (isinstance(chosen, list) and not chosen):
         return asked(expr, of, library)
     if isinstance(chosen, list) and all(isinstance(label, str) for label in chosen):
-        is_repeated = len({*chosen}) < len(chosen)
-        return (
-            None if is_repeated and frame.frames is not pd.DataFrame else frame.select(chosen)
-        )  # cudf refuses
+        if len({*chosen}) < len(chosen) and frame.frames is not pd.DataFrame:
+            return None  # cudf refuses
+        return frame.select(chosen)
     return frame.series(chosen) if isinstance(chosen, str) else None
 
 

@@ -33,8 +33,7 @@ from dask_gpurt.client.planning.catalogue.schema import CATEGORIES_LIMIT, schema
 from dask_gpurt.client.planning.keys import frozen, text_of_frame
 from dask_gpurt.client.planning.packed import LRU
 from dask_gpurt.client.planning.rules import PartitionSizes
-from dask_gpurt.dask_hooks import Seam, SeamGroup
-from dask_gpurt.dask_hooks import planning as seam
+from dask_gpurt.dask_hooks import Seam, SeamGroup, planning, replacing
 from tests.helpers.planned import Planner
 
 
@@ -277,7 +276,9 @@ def test_all_is_dropped_when_it_goes(tmp_path: Path) -> None:
 def test_a_dask_that_differs_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = Seam("dask._expr:optimize_until", "expr stage", bodies=("of another",))
     monkeypatch.setattr(
-        seam, "PLANNING", SeamGroup("planning", (other, *seam.PLANNING.seams[:1], *seam.PLANNING.seams[2:]))
+        replacing,
+        "PLANNING",
+        SeamGroup("planning", (other, *replacing.PLANNING.seams[:1], *replacing.PLANNING.seams[2:])),
     )
     planner = Planner()
     planner.cache.install()
@@ -436,8 +437,8 @@ def test_settings_that_are_equal_but_of_other_types_differ() -> None:
     found = set()
     for value in (1, True, 1.0, "1", [1], (1,), {"a": 1}, {"a": True}, object):
         with dask.config.set({"annotations": value}):
-            assert repr(value) in seam.settings()
-            found.add(seam.settings())
+            assert repr(value) in planning.settings()
+            found.add(planning.settings())
     assert len(found) == 9
 
 
@@ -468,7 +469,7 @@ def test_collections_of_known_kinds_are_made_without_metadata(planner: Planner) 
     for kind, make in ((dd.DataFrame, lambda of: of[["a"]] + 1), (dd.Series, lambda of: of.a + of.b)):
         made = [make(rows), make(rows.assign(c=1))]
         assert [type(each) for each in made] == [kind, kind]
-        assert not seam.has_metadata(made[1].expr)
+        assert not planning.has_metadata(made[1].expr)
         assert made[1]._meta.shape[1:] == ((1,) if kind is dd.DataFrame else ())
     assert type(rows.a.sum()) is not dd.Series
     assert type(rows.index) is dd.Index
