@@ -16,13 +16,21 @@ import numpy as np
 import pandas as pd
 from dask.base import is_dask_collection
 from dask.dataframe import Series
-from dask.dataframe.dask_expr._expr import Blockwise, Elemwise, Filter, FilterAlign, Index, Projection
+from dask.dataframe.dask_expr._expr import (
+    Blockwise,
+    Elemwise,
+    Filter,
+    FilterAlign,
+    Index,
+    Projection,
+    RenameSeries,
+)
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._reductions import MeanAggregate, NFirst, NLast, ShuffleReduce, Sum
 from dask.dataframe.dask_expr._shuffle import BaseSetIndexSortValues, ShuffleBase
-from dask.utils import M
+from dask.utils import M, is_series_like
 
 from dask_gpurt.client.chosen_rows import CHOICES
 from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
@@ -371,6 +379,19 @@ def _repeat_no_words(original: Callable[..., Any], expr: Any) -> Any:
     return lowered.substitute_parameters({"aggregate": partial(aggregate_present, lowered.aggregate)})
 
 
+def _name_values(original: Callable[..., Any], expr: Any) -> Any:
+    """Have values without a name, as sizes of groups are, shuffled under one beside their labels.
+
+    cudf calls a column without a name NaN among others of strings, and Dask looks for it by that.
+    """
+    both = (expr.frame._meta, expr._meta)
+    if not all(is_series_like(each) and each.name is None for each in both):
+        return original(expr)
+    named = RenameSeries(expr.frame, "__values__")
+    lowered = original(expr.substitute_parameters({"frame": named}))
+    return RenameSeries(lowered, None)
+
+
 def _keep_conditions_on_labels(
     original: Callable[..., Any], resets: Any, parent: Any, dependents: Any
 ) -> Any:
@@ -493,6 +514,7 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("GroupByCumulativeFinalizer._layer", _begin_after_nulls),
     ("DataFrame.sort_values", _sort_by_functions),
     ("ApplyConcatApply._lower", _repeat_no_words),
+    ("ShuffleReduce._lower", _name_values),
     ("DataFrame.assign", _align_what_functions_return),
     ("Assign._remove_common_columns", _assign_in_place),
     ("OpAlignPartitions._lower", _align_by_labels),

@@ -745,3 +745,16 @@ class TestFilesReadAsOnePartition:
         swapped = pd.concat([numbers[100:200], numbers[:100], numbers[200:]], ignore_index=True)
         ours = self.table(tmp_path, swapped).set_index("u").c1.compute()
         assert ours.tolist() == numbers.c1.tolist()
+
+
+@pytest.mark.parametrize("library", ["pandas", pytest.param("cudf", marks=pytest.mark.gpu)])
+def test_sizes_that_are_split_over_partitions_have_no_name(library: str) -> None:
+    words = LEFT.assign(j=LEFT.j.astype("str"), x=LEFT.x % 3)
+    rows = dd.from_pandas(words, npartitions=12).to_backend(library)
+    for by in (["k", "j", "x"], ["x"]):
+        sizes, wanted = rows.groupby(by).size(split_out=3), words.groupby(by).size()
+        found = sizes.to_backend("pandas").compute().sort_index()
+        assert found.name is None
+        assert found.to_list() == wanted.to_list()
+        table = sizes.to_frame("n").reset_index().to_backend("pandas").compute()
+        same_rows(table, wanted.to_frame("n").reset_index())
