@@ -190,8 +190,9 @@ class HostTier(MemoryTier):
 # blocks of the slabs, so there is no fragmentation beyond the last block of each object, and no compaction.
 
 
-#: Bytes that are registered first; each further slab doubles what there is.
-FIRST_SLAB_BYTES = 512 * 2**20
+#: Bytes that are registered first. Each further slab doubles what there is, within limits: a registration
+#: takes 50 ms for each GiB, and calls of CUDA in other threads may wait for it.
+FIRST_SLAB_BYTES, LARGEST_SLAB_BYTES = 512 * 2**20, 2 * 2**30
 #: Threads that touch memory before it is registered. With them, 8 GiB take 0.4 s in all on a host of H200s;
 #: without, if registering itself faults the pages in, 1.9 s with huge pages and 3.5 s with small ones.
 TOUCH_THREADS = 8
@@ -272,7 +273,7 @@ class BlockPool:
         #: Held while a slab is made, which takes 50 ms for each GiB; taken before the other lock.
         self._growing = threading.Lock()
         if register and self.capacity:
-            threading.Thread(target=self._grow, args=[0], name="gpurt-pin", daemon=True).start()
+            self._grow_aside(0)
 
     @property
     def used(self) -> int:
@@ -297,6 +298,20 @@ class BlockPool:
             if nbytes > self.capacity - self.used or not self._grow(nbytes):
                 raise NoRoom(Tier.PINNED, nbytes, f"could not be pinned: {self.error}" if self.error else "")
         return pieces
+
+    def is_ready(self, nbytes: int) -> bool:
+        """Return whether :meth:`allocate` would not wait for another slab; otherwise have one made."""
+        if self._register is None or nbytes > self.capacity - self.used:
+            return True
+        with self._lock:
+            if self._whole_blocks(nbytes) <= self._free_bytes():
+                return True
+        if self.error is None and not self._growing.locked():
+            self._grow_aside(nbytes)
+        return False
+
+    def _grow_aside(self, nbytes: int) -> None:
+        threading.Thread(target=self._grow, args=[nbytes], name="gpurt-pin", daemon=True).start()
 
     def _allocate(self, nbytes: int) -> Scattered | None:
         need = self._whole_blocks(nbytes)
@@ -339,9 +354,9 @@ class BlockPool:
         if backed and self._whole_blocks(nbytes) <= self._free_bytes():
             return 0  # another thread has made one, or freed blocks
         most = self.capacity - backed
-        return (
-            most if self._register is None else min(most, self._whole_blocks(max(FIRST_SLAB_BYTES, backed)))
-        )
+        if self._register is None:
+            return most
+        return min(most, self._whole_blocks(min(max(FIRST_SLAB_BYTES, backed), LARGEST_SLAB_BYTES)))
 
     def free(self, pieces: Iterable[np.ndarray]) -> None:
         """Free the result of :meth:`allocate`; raise KeyError for anything else."""
@@ -424,6 +439,10 @@ class PinnedTier(MemoryTier):
             except NoRoom:
                 if nbytes > self.capacity or not self._give_way(nbytes):
                     raise
+
+    def is_ready(self, nbytes: int) -> bool:
+        """Return whether an object of so many bytes would not wait for memory; otherwise have it made."""
+        return self._pool.is_ready(nbytes)
 
     def _free(self, pieces: Scattered) -> None:
         self._pool.free(pieces)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from dask_gpurt.device import Device
-from dask_gpurt.memory.host import MemoryTier
+from dask_gpurt.memory.host import PinnedTier
 from dask_gpurt.memory.ledger import NoRoom
 from dask_gpurt.memory.serialize import Scattered, raw_frames
 from dask_gpurt.reads.columns import Column, ColumnCache, Kept, Part, Tables
@@ -43,7 +43,7 @@ class ColumnsBelow(ColumnCache):
 
     def __init__(
         self,
-        tier: MemoryTier,
+        tier: PinnedTier,
         device: Device,
         tables: Callable[[], Tables],
         room: Callable[[], int],
@@ -60,12 +60,14 @@ class ColumnsBelow(ColumnCache):
         return isinstance(column.data, Stored)
 
     def take(self, part: Part, kept: Kept, *, ordered: bool = True) -> None:
-        """Copy columns down, as far as there is room. Blocks.
+        """Copy columns down, as far as there is room. Blocks, but not until more memory is pinned.
 
         ``ordered``: whether pending work on the device may still write them.
         """
         for name, column in kept.columns.items():
             if self.has(part, kept.version, name) or not self.takes(column.nbytes):
+                continue
+            if not self._tier.is_ready(column.nbytes):  # to decode it again takes less than all would wait
                 continue
             try:
                 found = {name: self._stored(column, ordered)}

@@ -175,6 +175,24 @@ def test_threads_that_need_room_at_once_share_a_new_slab() -> None:
 
 
 @pytest.mark.usefixtures("small_slabs")
+def test_who_can_do_without_does_not_wait_for_a_new_slab() -> None:
+    registered = Registrations(gate=(gate := threading.Event()))
+    pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)
+    assert not pool.is_ready(3 * BLOCK)  # while the first slab is registered
+    gate.set()
+    assert len(pool.allocate(2 * BLOCK)) == 1
+    gate.clear()
+    assert not pool.is_ready(3 * BLOCK)
+    assert not pool.is_ready(3 * BLOCK)
+    gate.set()
+    pool.allocate(3 * BLOCK)  # of slabs that the thread has made
+    assert registered.sizes() == [2, 2, 4]
+    assert pool.is_ready(3 * BLOCK)
+    assert pool.is_ready(99 * BLOCK)  # which is refused at once
+    pool.close()
+
+
+@pytest.mark.usefixtures("small_slabs")
 def test_a_pool_is_closed_while_its_first_slab_is_registered() -> None:
     registered = Registrations(gate=(gate := threading.Event()))
     pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)

@@ -175,6 +175,27 @@ def both(room: int = 10_000, lower: int = 16 << 10) -> ColumnCache:
     return ColumnCache(lambda: room, lambda nbytes: None, below(lambda: lower))
 
 
+def test_columns_are_dropped_rather_than_wait_for_memory_to_be_pinned() -> None:
+    gate = threading.Event()
+
+    def register(memory: np.ndarray) -> Callable[[], None]:
+        assert gate.wait(30)
+        return lambda: None
+
+    pool = BlockPool(16 << 10, block=256, register=register)
+    under = ColumnsBelow(PinnedTier(pool), FarDevice(), Tables, lambda: 16 << 10, lambda nbytes: None)
+    values = np.arange(100)
+    columns = {"a": Column(("one", []), "<i8", values, values.nbytes)}
+    part = ("file", None, ())
+    under.take(part, Kept((0,), {}, {}, columns))
+    assert not under.has(part, (0,), "a")
+    gate.set()
+    pool.free(pool.allocate(1))
+    under.take(part, Kept((0,), {}, {}, columns))
+    assert under.has(part, (0,), "a")
+    pool.close()
+
+
 def replace_all(cache: ColumnCache) -> None:
     """Keep a column that needs all the room of a cache."""
     values = np.zeros(cache._room() // 8, np.int64)
