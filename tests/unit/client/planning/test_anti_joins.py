@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask._expr import FinalizeCompute, optimize_until
-from dask.base import collections_to_expr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.client.planning.cache import EARLY_RULES
-from dask_gpurt.client.planning.reads import lower
-from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
 from dask_gpurt.client.planning.rules.dependence import why_dependent
 from dask_gpurt.client.planning.table_facts import FilesChangedError
-from tests.helpers import planned
-from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
+from tests.helpers.rules import Read, assert_rows, computed, ruled, stored, tuned
 
 pytestmark = pytest.mark.usefixtures("by_tasks")
 
@@ -46,23 +39,8 @@ def tables() -> dict[str, pd.DataFrame]:
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    folder = tmp_path_factory.mktemp("anti")
-    for name, table in tables().items():
-        dd.from_pandas(table, npartitions=4, sort=False).to_parquet(folder / name, write_index=False)
-    return lambda name: dd.read_parquet(folder / name)
-
-
-def ruled(result: Any) -> tuple[Any, Facts]:
-    facts = Facts(PartitionSizes(1, 1))
-    plan: Any = FinalizeCompute(collections_to_expr([result]))
-    for rule in EARLY_RULES:
-        plan = rule.apply(plan, facts)
-    return plan, facts
-
-
-def value_of(plan: Any, facts: Facts) -> Any:
-    return planned.value_of(lower(facts.tables.checked(optimize_until(plan, "tuned-logical")), "fused"))
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return stored(tmp_path_factory.mktemp("anti"), tables(), 4)
 
 
 def looks_up_distinct_keys(plan: Any) -> bool:
@@ -95,7 +73,7 @@ LATER: dict[str, Callable[[Any], Any]] = {
     is_chosen=st.booleans(),
 )
 def test_rows_without_a_match_are_those_of_pandas(
-    read: Callable[[str], Any], on: Any, test: str, later: str, is_chosen: bool
+    read: Read, on: Any, test: str, later: str, is_chosen: bool
 ) -> None:
     def program(left: Any, right: Any) -> Any:
         right = right[right.number > 20] if is_chosen else right
@@ -106,35 +84,29 @@ def test_rows_without_a_match_are_those_of_pandas(
 
     plan, facts = ruled(program(read("left"), read("right")))
     assert looks_up_distinct_keys(plan) == (test in CERTAIN and on in ("key", None))
-    expected = program(*tables().values())
-    found = value_of(plan, facts)
-    types = {name: dtype for name, dtype in found.dtypes.items()}
-    pd.testing.assert_frame_equal(
-        canonical(found, index=False), canonical(expected.astype(types), index=False), check_dtype=False
-    )
+    assert_rows(computed(tuned(plan), facts), program(*tables().values()))
 
 
-def test_rows_with_a_match_are_counted_once_where_they_are_used(read: Callable[[str], Any]) -> None:
+def test_rows_with_a_match_are_counted_once_where_they_are_used(read: Read) -> None:
     rows = read("left").merge(read("right")[["key", "number"]], on="key", how="left")
     plan, _ = ruled(rows[rows.number.isnull()].id.sum() + rows.id.sum())
     assert not looks_up_distinct_keys(plan)
 
 
-def test_partitions_do_not_matter_to_distinct_keys(read: Callable[[str], Any]) -> None:
+def test_partitions_do_not_matter_to_distinct_keys(read: Read) -> None:
     rows = read("left").merge(read("right")[["key", "number"]], on="key", how="left")
     plan, _ = ruled(rows[rows.number.isnull()].id.sum())
     assert looks_up_distinct_keys(plan)
-    assert why_dependent(optimize_until(plan, "tuned-logical")) is None
+    assert why_dependent(tuned(plan)) is None
 
 
 def test_a_file_that_has_nulls_by_then_is_noticed(tmp_path: Any) -> None:
     left, right = tables().values()
     right = right.assign(number=pd.array(right.number, dtype="Int64"))
-    for name, table in (("left", left), ("right", right)):
-        dd.from_pandas(table, npartitions=1).to_parquet(tmp_path / name, write_index=False)
-    rows = dd.read_parquet(tmp_path / "left").merge(dd.read_parquet(tmp_path / "right"), on="key", how="left")
+    read = stored(tmp_path, {"left": left, "right": right})
+    rows = read("left").merge(read("right"), on="key", how="left")
     plan, facts = ruled(rows[rows.number.isnull()].id.sum())
     with_nulls = right.assign(number=right.number.where(right.number > 3))
     with_nulls.to_parquet(tmp_path / "right" / "part.0.parquet")
     with pytest.raises(FilesChangedError):
-        value_of(plan, facts)
+        computed(tuned(plan), facts)

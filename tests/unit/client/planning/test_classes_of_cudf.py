@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,11 +13,13 @@ from dask.dataframe.dask_expr import _expr, _groupby
 from dask.dataframe.dask_expr.io.parquet import ReadParquet
 from hypothesis import given
 
+from dask_gpurt.client.planning.cache import EARLY_RULES
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.dependence import why_dependent
 from dask_gpurt.dask_hooks.planning import rebuild
 from tests.helpers.examples import examples
-from tests.unit.client.planning.test_filters import EARLY_RULES, computation, programs, read, run, value_of
+from tests.helpers.rules import Read, apply_rules, computation
+from tests.unit.client.planning.test_filters import programs, read, run, value_of
 
 __all__ = ["read"]
 
@@ -77,8 +78,7 @@ def as_dask_cudf_makes_it(plan: Any) -> Any:
 def ruled(plan: Any) -> tuple[Any, list[tuple[str, bool, str]], bool]:
     """Apply the rules; return the plan, what they noted, and whether its results depend on partitions."""
     facts = Facts(PartitionSizes(1, 1))
-    for rule in EARLY_RULES:
-        plan = rule.apply(plan, facts)
+    plan = apply_rules(plan, facts, *EARLY_RULES)
     notes = sorted((note.rule, note.done, note.text.replace("Cudf", "")) for note in facts.notes)
     tuned = rebuild(
         optimize_until(plan, "tuned-logical"), lambda expr: expr.frame if isinstance(expr, NoOp) else expr
@@ -88,7 +88,7 @@ def ruled(plan: Any) -> tuple[Any, list[tuple[str, bool, str]], bool]:
 
 @examples(8)
 @given(program=programs)
-def test_rules_do_the_same_to_any_program(read: Callable[[str], Any], program: Any) -> None:
+def test_rules_do_the_same_to_any_program(read: Read, program: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = computation(run(read, program)[0])
@@ -103,7 +103,7 @@ def test_rules_do_the_same_to_any_program(read: Callable[[str], Any], program: A
     assert found[1:] == expected[1:]
 
 
-def test_a_join_with_an_index_is_on_rows(read: Callable[[str], Any]) -> None:
+def test_a_join_with_an_index_is_on_rows(read: Read) -> None:
     """As whoever writes ``join`` and ``right_index=True``; its filter goes below both joins."""
     large, small = read("large"), read("small")
     groups = large.groupby("key").agg({"n": "max"})

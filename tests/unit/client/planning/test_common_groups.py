@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.rules.common_groups import GroupsAtOnce
-from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
-from tests.unit.client.planning.test_filters import computation, corrected, ruled, value_of
+from tests.helpers.rules import Read, assert_rows, computation, corrected, ruled, stored
+from tests.unit.client.planning.test_filters import value_of
 
 __all__ = ["corrected"]
 
@@ -44,10 +43,8 @@ def rides(rows: int = 90) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
-    folder = tmp_path_factory.mktemp("rides")
-    dd.from_pandas(rides(), npartitions=3, sort=False).to_parquet(folder, write_index=False)
-    return lambda: dd.read_parquet(folder)
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return stored(tmp_path_factory.mktemp("rides"), {"rides": rides()}, 3)
 
 
 def aggregations(plan: Any) -> int:
@@ -113,11 +110,11 @@ def run(rows: Any, program: Any) -> Any:
 
 @examples(40)
 @given(program=programs)
-def test_any_columns_of_groups_are_those_of_dask(read: Callable[[], Any], program: Any) -> None:
+def test_any_columns_of_groups_are_those_of_dask(read: Read, program: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            result = run(read(), program)
+            result = run(read("rides"), program)
         except ValueError:  # columns overlap
             return
         try:
@@ -128,17 +125,12 @@ def test_any_columns_of_groups_are_those_of_dask(read: Callable[[], Any], progra
         found = value_of(plan)
         pd.testing.assert_frame_equal(found, expected)  # also the order of groups
         of_pandas = run(rides(), program)
-    types = {name: dtype for name, dtype in found.dtypes.items()}
     if found.columns.is_unique:
-        pd.testing.assert_frame_equal(
-            canonical(found.reset_index(), index=False),
-            canonical(of_pandas.astype(types).reset_index(), index=False),
-            check_dtype=False,
-        )
+        assert_rows(found.reset_index(), of_pandas.reset_index())
 
 
-def test_columns_that_are_set_one_by_one_are_of_one_aggregation(read: Callable[[], Any]) -> None:
-    groups = read().groupby(["city", "bike"])
+def test_columns_that_are_set_one_by_one_are_of_one_aggregation(read: Read) -> None:
+    groups = read("rides").groupby(["city", "bike"])
     result = groups[["km", "stops"]].sum()
     means = groups[["km"]].mean()
     means.columns = ["mean"]
@@ -152,8 +144,8 @@ def test_columns_that_are_set_one_by_one_are_of_one_aggregation(read: Callable[[
     assert {note.rule for note in facts.notes if note.done} >= {"CommonGroups"}
 
 
-def test_what_is_looked_up_twice_is_aggregated_once(read: Callable[[], Any]) -> None:
-    rows = read()
+def test_what_is_looked_up_twice_is_aggregated_once(read: Read) -> None:
+    rows = read("rides")
     first, last = rows.groupby("bike")["day"].min(), rows.groupby("bike")["day"].max()
     result = rows.merge(first.to_frame("first"), left_on="bike", right_index=True)
     result = result.merge(last.to_frame("last"), left_on="bike", right_index=True)
@@ -191,14 +183,14 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_groups_are_aggregated_by_themselves(read: Callable[[], Any], name: str) -> None:
-    results = REFUSED[name](read())
+def test_other_groups_are_aggregated_by_themselves(read: Read, name: str) -> None:
+    results = REFUSED[name](read("rides"))
     plan, _ = ruled(*results)
     assert aggregations(plan) == aggregations(computation(*results)) == 2
 
 
-def test_rows_that_are_left_out_in_between_are_joined(read: Callable[[], Any]) -> None:
-    groups = read().groupby("bike")
+def test_rows_that_are_left_out_in_between_are_joined(read: Read) -> None:
+    groups = read("rides").groupby("bike")
     one, other = groups[["km"]].sum(), groups[["stops"]].sum()
     result = one[one.km > 10].join(other)
     plan, _ = ruled(result)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask._expr import FinalizeCompute, optimize_until
-from dask.base import collections_to_expr
+from dask._expr import optimize_until
 from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._groupby import GroupByBase
@@ -21,14 +20,14 @@ from dask.dataframe.dask_expr.io.parquet import ReadParquet, ReadParquetFSSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.client.corrections import correct_with
-from dask_gpurt.client.planning.cache import EARLY_RULES
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
-from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers import planned
 from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
+from tests.helpers.rules import Read, computation, corrected, ruled, stored
+
+__all__ = ["corrected"]
 
 #: One operation: how it is called, and numbers that choose its arguments.
 Step = tuple[str, int, int, int]
@@ -63,35 +62,9 @@ def tables(rows: int = 60) -> dict[str, pd.DataFrame]:
     return {"large": large, "small": small}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def corrected() -> Iterator[None]:
-    """Correct what Dask makes of filters by labels, as where the runtime is on."""
-    patches = PatchSet()
-    correct_with(lambda: True, patches)
-    yield
-    patches.restore()
-
-
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    folder = tmp_path_factory.mktemp("filters")
-    for name, table in tables().items():
-        dd.from_pandas(table, npartitions=3, sort=False).to_parquet(folder / name, write_index=False)
-    return lambda name: dd.read_parquet(folder / name)
-
-
-def computation(*results: Any) -> Any:
-    """Return what ``dask.compute`` optimises."""
-    return FinalizeCompute(collections_to_expr(results))
-
-
-def ruled(*results: Any) -> tuple[Any, Facts]:
-    """Return the plan of a computation that the early rules have changed, and their facts."""
-    facts = Facts(PartitionSizes(1, 1))
-    plan = computation(*results)
-    for rule in EARLY_RULES:
-        plan = rule.apply(plan, facts)
-    return plan, facts
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return stored(tmp_path_factory.mktemp("filters"), tables(), 3)
 
 
 def value_of(plan: Any) -> Any:
@@ -263,7 +236,7 @@ def run(source: Callable[[str], Any], program: Any) -> tuple[Any, bool]:
 
 @examples(8)
 @given(program=programs)
-def test_programs_have_the_same_results(read: Callable[[str], Any], program: Any) -> None:
+def test_programs_have_the_same_results(read: Read, program: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result, are_rows = run(read, program)
@@ -351,7 +324,7 @@ MAKING_ROWS = (Merge, Concat, DropDuplicates, GroupByBase)
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_rows_are_left_out_first(read: Callable[[str], Any], name: str) -> None:
+def test_rows_are_left_out_first(read: Read, name: str) -> None:
     result = LATE[name](read("large"), read("small"))
     plan, _ = ruled(result)
     for each in optimize_until(plan, "simplified-logical").find_operations(_expr.Filter):
@@ -359,7 +332,7 @@ def test_rows_are_left_out_first(read: Callable[[str], Any], name: str) -> None:
     assert value_of(plan) == pytest.approx(LATE[name](*tables().values()))
 
 
-def test_rows_of_several_results_are_left_out_first(read: Callable[[str], Any]) -> None:
+def test_rows_of_several_results_are_left_out_first(read: Read) -> None:
     rows = where(read("large").merge(read("small"), on="key"), lambda rows: rows.n > 1)
     plan, _ = ruled(rows, rows.groupby("label").more.sum())
     simplified = optimize_until(plan, "simplified-logical")
@@ -367,7 +340,7 @@ def test_rows_of_several_results_are_left_out_first(read: Callable[[str], Any]) 
     assert len(list(simplified.find_operations(Merge))) == 1
 
 
-def test_what_a_condition_says_of_each_side_is_checked_first(read: Callable[[str], Any]) -> None:
+def test_what_a_condition_says_of_each_side_is_checked_first(read: Read) -> None:
     def program(large: Any, small: Any) -> Any:
         rows = large.merge(small, on="key")
         one = (rows.s == "s1") & (rows.label == "a")
@@ -495,7 +468,7 @@ LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_filters_stay_where_results_would_be_others(read: Callable[[str], Any], name: str) -> None:
+def test_filters_stay_where_results_would_be_others(read: Read, name: str) -> None:
     program, reason = LEFT[name]
     result = program(read("large"), read("small"))
     plan, facts = ruled(result)
@@ -516,9 +489,7 @@ def test_filters_stay_where_results_would_be_others(read: Callable[[str], Any], 
         ("x < 0.5 * x + 1 | not s != 's1' & n > 1", {}),
     ],
 )
-def test_queries_choose_the_same_rows(
-    read: Callable[[str], Any], text: str, variables: dict[str, Any]
-) -> None:
+def test_queries_choose_the_same_rows(read: Read, text: str, variables: dict[str, Any]) -> None:
     result = read("large").query(text, local_dict=variables)
     plan, facts = ruled(result)
     expected = tables()["large"].query(text, local_dict=variables)
@@ -528,14 +499,14 @@ def test_queries_choose_the_same_rows(
     )
 
 
-def test_a_query_reads_the_columns_that_are_needed(read: Callable[[str], Any]) -> None:
+def test_a_query_reads_the_columns_that_are_needed(read: Read) -> None:
     for chosen in (read("large").query("n > 1 and s == 's1'"), read("large").loc[lambda rows: rows.n > 1]):
         plan = optimize_until(ruled(chosen.x.sum())[0], "simplified-logical")
         (table,) = plan.find_operations(ReadParquet)
         assert set(table.columns) <= {"x", "n", "s"}
 
 
-def test_rows_of_renamed_columns_are_chosen_from_one_read(read: Callable[[str], Any]) -> None:
+def test_rows_of_renamed_columns_are_chosen_from_one_read(read: Read) -> None:
     """Two reads, of other columns, may have other partitions."""
 
     def some(rows: Any) -> Any:
@@ -567,7 +538,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_columns_are_named_by_a_mapping(read: Callable[[str], Any], name: str) -> None:
+def test_columns_are_named_by_a_mapping(read: Read, name: str) -> None:
     program, is_changed = NAMES[name]
     renamed, expected = program(read("small")), program(tables()["small"])
     plan, facts = ruled(renamed)
@@ -585,7 +556,7 @@ def test_columns_are_named_by_a_mapping(read: Callable[[str], Any], name: str) -
     "text",
     ["n > @limit", "n.abs() > 1", "index > 1", "flag == 1", "d == '2020-01-01'", "key + n > 3", "n ** 2 > 3"],
 )
-def test_queries_that_mean_something_else_are_left(read: Callable[[str], Any], text: str) -> None:
+def test_queries_that_mean_something_else_are_left(read: Read, text: str) -> None:
     large = read("large")
     expr = _expr.Query(large.expr, text, {})
     facts = Facts(PartitionSizes(1, 1))

@@ -11,25 +11,20 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask._expr import optimize_until
 from dask.dataframe.dask_expr._merge import Merge
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning import join_order
-from dask_gpurt.client.planning.cache import EARLY_RULES
 from dask_gpurt.client.planning.join_order import JoinOrder, costs
 from dask_gpurt.client.planning.join_order.costs import RowEstimates
-from dask_gpurt.client.planning.reads import files_of, lower, read_of
+from dask_gpurt.client.planning.reads import files_of, read_of
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.sorting import SortOnce
 from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
-from tests.helpers.planned import value_of
-
-Source = Callable[[str], Any]
-
+from tests.helpers.rules import Read, apply_rules, computed, ruled, stored, tuned
 
 pytestmark = pytest.mark.usefixtures("by_tasks")
 
@@ -63,22 +58,14 @@ def tables() -> dict[str, pd.DataFrame]:
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    folder = tmp_path_factory.mktemp("tables")
-    for name, table in tables().items():
-        parts = 3 if name == "sales" else 2 if name == "items" else 1
-        dd.from_pandas(table, npartitions=parts, sort=False).to_parquet(folder / name, write_index=False)
-    return lambda name: dd.read_parquet(folder / name)
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return stored(tmp_path_factory.mktemp("tables"), tables(), 1, sales=3, items=2)
 
 
-def tuned(result: Any, last: Any = None) -> tuple[Any, Facts]:
+def planned(result: Any, *rules: Any) -> tuple[Any, Facts]:
     """Return the tuned plan of a computation, changed by another rule, and its facts."""
-    facts = Facts(PartitionSizes(2, 2))
-    plan = result.expr.finalize_compute()
-    for each in EARLY_RULES:
-        plan = each.apply(plan, facts)
-    plan = SortOnce().apply(optimize_until(plan, "tuned-logical"), facts)
-    return plan if last is None else last.apply(plan, facts), facts
+    plan, facts = ruled(result, sizes=PartitionSizes(2, 2))
+    return apply_rules(tuned(plan), facts, SortOnce(), *rules), facts
 
 
 # ---- random programs ------------------------------------------------------------------------------
@@ -123,7 +110,7 @@ def chosen(frame: Any, number: int) -> Any:
     return frame[frame[name].notnull()] if number % 2 else frame[frame[name] != frame[name].max()]
 
 
-def computed(frame: Any, number: int) -> Any:
+def summed(frame: Any, number: int) -> Any:
     names = [name for name in frame.columns if str(frame[name].dtype) in ("int64", "float64")]
     one, other = names[number % len(names)], names[number // 3 % len(names)]
     return frame.assign(**{["new", one][number % 2]: frame[one] + frame[other] * 2})
@@ -145,7 +132,7 @@ STEPS: dict[str, Callable[[Any, Any, int], Any]] = {
     "join from the left": lambda frame, other, number: joined(other, frame, number),
     "equal": lambda frame, other, number: equal(frame, number),
     "choose": lambda frame, other, number: chosen(frame, number),
-    "assign": lambda frame, other, number: computed(frame, number),
+    "assign": lambda frame, other, number: summed(frame, number),
     "some": lambda frame, other, number: some(frame, number),
     "rename": lambda frame, other, number: frame.rename(
         columns={frame.columns[number % len(frame.columns)]: f"r{number % 3}"}
@@ -162,7 +149,7 @@ _trees = st.recursive(
 )
 
 
-def built(source: Source, tree: Any) -> Any:
+def built(source: Read, tree: Any) -> Any:
     """Build a frame of dask or pandas; operations that its columns do not allow are left out."""
     if isinstance(tree, str):
         return source(tree)
@@ -181,7 +168,7 @@ def built(source: Source, tree: Any) -> Any:
 
 @examples(12)
 @given(tree=_trees)
-def test_results_are_the_same_in_any_order(read: Source, tree: Any) -> None:
+def test_results_are_the_same_in_any_order(read: Read, tree: Any) -> None:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         patch.setattr(costs, "TO_JOIN", -9.0)  # the more bytes are joined the better, which changes most
@@ -191,10 +178,10 @@ def test_results_are_the_same_in_any_order(read: Source, tree: Any) -> None:
             return
         result = built(read, tree)
         try:
-            by_dask = value_of(lower(tuned(result)[0], "fused"))
+            by_dask = computed(planned(result)[0])
         except KeyError:
             return  # Dask looks for a column that a suffix has renamed
-        found = canonical(value_of(lower(tuned(result, JoinOrder())[0], "fused")), index=False)
+        found = canonical(computed(planned(result, JoinOrder())[0]), index=False)
         pd.testing.assert_frame_equal(found, canonical(by_dask, index=False))
         pd.testing.assert_frame_equal(found, canonical(expected, index=False), check_dtype=False)
 
@@ -277,15 +264,15 @@ LARGE_FIRST: dict[str, tuple[Program, Any]] = {
 
 
 @pytest.mark.parametrize("name", LARGE_FIRST)
-def test_small_tables_are_joined_first(read: Source, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tables_are_joined_first(read: Read, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join_order, "WORTHWHILE", 1.0)
     program, order = LARGE_FIRST[name]
     result = program({table: read(table) for table in tables()})
-    plan, facts = tuned(result, JoinOrder())
+    plan, facts = planned(result, JoinOrder())
     assert [note.done for note in facts.notes if note.rule == "JoinOrder"] == [True], facts.notes
     if order is not None:
         assert order_of(plan) == order
-    found, expected = value_of(lower(plan, "fused")), program(tables())
+    found, expected = computed(plan), program(tables())
     if isinstance(expected, pd.DataFrame):
         found, expected = canonical(found, index=False), canonical(expected, index=False)
         pd.testing.assert_frame_equal(found, expected, check_dtype=False)
@@ -342,15 +329,15 @@ LEFT: dict[str, tuple[Program, str]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_joins_stay_where_results_would_be_others(read: Source, name: str) -> None:
+def test_joins_stay_where_results_would_be_others(read: Read, name: str) -> None:
     program, reason = LEFT[name]
-    plan, facts = tuned(program({table: read(table) for table in tables()}))
+    plan, facts = planned(program({table: read(table) for table in tables()}))
     assert JoinOrder().apply(plan, facts)._name == plan._name
     notes = [note.text for note in facts.notes if note.rule == "JoinOrder"]
     assert reason in notes[0] if reason else not notes, notes
 
 
-def test_estimates_are_those_of_the_files(read: Source) -> None:
+def test_estimates_are_those_of_the_files(read: Read) -> None:
     estimates = RowEstimates(TableFacts())
     sales = read("sales")
     assert estimates.rows(sales.expr) == 60

@@ -6,28 +6,21 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask._expr import optimize_until
 from dask.dataframe.dask_expr._merge import Merge
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.client.planning.cache import EARLY_RULES, RULES
-from dask_gpurt.client.planning.reads import lower
+from dask_gpurt.client.planning.cache import RULES
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, needed_groups
-from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
-from tests.helpers.planned import value_of
-from tests.unit.client.planning.test_filters import corrected
+from tests.helpers.rules import Read, apply_rules, assert_rows, computed, corrected, ruled, stored, tuned
 
 __all__ = ["corrected"]
 
 pytestmark = pytest.mark.usefixtures("by_tasks")
-
-Source = Callable[[str], Any]
 
 
 def tables() -> dict[str, pd.DataFrame]:
@@ -64,12 +57,8 @@ def tables() -> dict[str, pd.DataFrame]:
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    folder = tmp_path_factory.mktemp("sensors")
-    for name, table in tables().items():
-        parts = 3 if name == "readings" else 1
-        dd.from_pandas(table, npartitions=parts, sort=False).to_parquet(folder / name, write_index=False)
-    return lambda name: dd.read_parquet(folder / name)
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return stored(tmp_path_factory.mktemp("sensors"), tables(), readings=3)
 
 
 @pytest.fixture
@@ -81,18 +70,8 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(result: Any, broadcast: int | None = None) -> tuple[Any, Facts]:
     """Return the plan of a result that rules have changed, and their facts."""
-    facts = Facts(PartitionSizes(1, 2, broadcast=broadcast))
-    plan = result.expr.finalize_compute()
-    for each in EARLY_RULES:
-        plan = each.apply(plan, facts)
-    plan = optimize_until(plan, "tuned-logical")
-    for rule in RULES:
-        plan = rule.apply(plan, facts)
-    return plan, facts
-
-
-def computed(plan: Any, facts: Facts) -> Any:
-    return value_of(lower(facts.tables.checked(plan), "fused"))
+    plan, facts = ruled(result, sizes=PartitionSizes(1, 2, broadcast=broadcast))
+    return apply_rules(tuned(plan), facts, *RULES), facts
 
 
 def chosen(facts: Facts) -> int:
@@ -162,22 +141,19 @@ programs = st.tuples(
 @pytest.mark.usefixtures("forced")
 @examples(40)
 @given(program=programs)
-def test_any_groups_that_are_joined_are_those_of_pandas(read: Source, program: Any) -> None:
+def test_any_groups_that_are_joined_are_those_of_pandas(read: Read, program: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan, facts = planned(run(read, program))
         found = computed(plan, facts)
         expected = run(tables().__getitem__, program)
-    types = {name: dtype for name, dtype in found.dtypes.items()}
-    pd.testing.assert_frame_equal(
-        canonical(found, index=False), canonical(expected.astype(types), index=False), check_dtype=False
-    )
+    assert_rows(found, expected)
 
 
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("by", ["sensor", ["sensor", "site"]])
 @pytest.mark.parametrize("grouped", sorted({*GROUPED} - {"with nulls"}))
-def test_groups_are_found_however_they_are_joined(read: Source, grouped: str, by: Any) -> None:
+def test_groups_are_found_however_they_are_joined(read: Read, grouped: str, by: Any) -> None:
     for is_small in (True, False):
         _, facts = planned(run(read, (by, grouped, "inner", True, [(0, False)], is_small, True)))
         assert chosen(facts) >= 1
@@ -193,18 +169,18 @@ def below_their_means(tables: Any) -> Any:
 
 
 @pytest.mark.usefixtures("forced")
-def test_means_are_those_of_the_sensors_of_a_kind(read: Source) -> None:
+def test_means_are_those_of_the_sensors_of_a_kind(read: Read) -> None:
     plan, facts = planned(below_their_means(read))
     assert chosen(facts) >= 1
     assert any(type(expr) is Merge and expr.how == "leftsemi" for expr in plan.walk())
     assert computed(plan, facts) == below_their_means(tables().__getitem__)
 
 
-def test_small_tables_are_left(read: Source) -> None:
+def test_small_tables_are_left(read: Read) -> None:
     assert chosen(planned(below_their_means(read))[1]) == 0
 
 
-def test_keys_that_are_many_are_left(read: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_are_many_are_left(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needed_groups, "WORTHWHILE", 0)
     rows, sensors = read("readings"), read("sensors")
     means = rows.groupby("sensor").value.mean().rename("mean").reset_index()
@@ -249,7 +225,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("name", REFUSED)
-def test_groups_that_may_be_needed_stay(read: Source, name: str) -> None:
+def test_groups_that_may_be_needed_stay(read: Read, name: str) -> None:
     few = read("sensors")
     result = REFUSED[name](read("readings"), few[few.kind == "k1"][["sensor", "id"]])
     assert chosen(planned(result, broadcast=0)[1]) == 0

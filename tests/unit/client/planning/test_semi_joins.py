@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,16 +15,13 @@ from dask.dataframe.dask_expr._reductions import DropDuplicates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
-from tests.unit.client.planning.test_filters import corrected
-from tests.unit.client.planning.test_needed_groups import computed, planned
+from tests.helpers.rules import Read, assert_rows, computed, corrected, stored
+from tests.unit.client.planning.test_needed_groups import planned
 
 __all__ = ["corrected"]
 
 pytestmark = pytest.mark.usefixtures("by_tasks")
-
-Source = Callable[[str], Any]
 
 
 def tables() -> dict[str, pd.DataFrame]:
@@ -53,12 +49,8 @@ def tables() -> dict[str, pd.DataFrame]:
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    folder = tmp_path_factory.mktemp("shop")
-    for name, table in tables().items():
-        parts = 3 if name == "orders" else 2
-        dd.from_pandas(table, npartitions=parts, sort=False).to_parquet(folder / name, write_index=False)
-    return lambda name: dd.read_parquet(folder / name)
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return stored(tmp_path_factory.mktemp("shop"), tables(), 2, orders=3)
 
 
 def where(rows: Any, condition: Callable[[Any], Any]) -> Any:
@@ -144,7 +136,7 @@ def run(tables: Any, program: Any) -> Any:
 
 @examples(60)
 @given(program=programs)
-def test_any_rows_with_a_match_are_those_of_pandas(read: Source, program: Any) -> None:
+def test_any_rows_with_a_match_are_those_of_pandas(read: Read, program: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan, facts = planned(run(read, program))
@@ -155,17 +147,14 @@ def test_any_rows_with_a_match_are_those_of_pandas(read: Source, program: Any) -
         return
     if program[1] == "subset of one":  # which row is kept is left open
         return
-    types = {name: dtype for name, dtype in found.dtypes.items()}
-    pd.testing.assert_frame_equal(
-        canonical(found, index=False), canonical(expected.astype(types), index=False), check_dtype=False
-    )
+    assert_rows(found, expected)
 
 
 CERTAIN = {"distinct", "distinct first", "groups", "index", "not null"}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_neither_distinct_keys_nor_groups_are_made_to_find_a_match(read: Source, way: str) -> None:
+def test_neither_distinct_keys_nor_groups_are_made_to_find_a_match(read: Read, way: str) -> None:
     plan, _ = planned(run(read, ("visitor", way, "sum", False)))
     has_keys = any(isinstance(expr, (DropDuplicates, GroupByBase)) for expr in plan.walk())
     assert is_semi(plan) == (way in CERTAIN)
@@ -199,14 +188,14 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_joins_stay(read: Source, name: str) -> None:
+def test_other_joins_stay(read: Read, name: str) -> None:
     plan, facts = planned(REFUSED[name](read("orders"), read("visits")))
     assert not any(note.rule == "SemiJoins" for note in facts.notes)
     expected = REFUSED[name](*tables().values())
     assert computed(plan, facts) == expected
 
 
-def test_keys_in_several_partitions_stay(read: Source) -> None:
+def test_keys_in_several_partitions_stay(read: Read) -> None:
     orders, visits = read("orders"), read("visits")
     distinct = visits[visits.columns.tolist()].drop_duplicates()
     _, facts = planned(orders.merge(distinct, on=["user", "page", "ratio"]).order.sum(), broadcast=0)
