@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,34 +131,6 @@ def test_shuffles_that_are_not_taken_over_are_reported(
         dask_gpurt.disable(plain)
     assert "DataFrame" in report["fallbacks"]["shuffle.unsupported-frames"]["reason"]
     assert "shuffle.runs" not in report["counters"]
-
-
-#: A nanny whose worker has its own list of preloads, like those of dask-cuda.
-NANNY = """\
-import asyncio, sys
-from distributed import Nanny
-
-async def main():
-    async with Nanny(sys.argv[1], nthreads=1, preload=["json"]) as nanny:
-        await nanny.finished()
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
-@pytest.mark.nightly
-@needs_hooks
-def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Path) -> None:
-    nanny = tmp_path / "nanny.py"
-    nanny.write_text(NANNY)
-    with (
-        cluster_of_commands(workers=0) as (address, _),
-        started(sys.executable, nanny, address, DASK_GPURT__ENABLED="true") as worker,
-    ):
-        worker.wait_for("Registered to:")
-        with ignorant(address) as client:
-            assert shuffle_runs(client) == 1
 
 
 # ---- in code -------------------------------------------------------------------------

@@ -24,8 +24,6 @@ from distributed.dashboard.components.scheduler import Shuffling, TaskProgress
 from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
-from dask_gpurt.dask_hooks.comparison import differences
-from dask_gpurt.dask_hooks.seams import DASHBOARD
 from dask_gpurt.monitor.dashboard.collector import NAME, Collector
 from dask_gpurt.monitor.dashboard.page import PAGE, PARTS, drawn
 from tests.helpers import browser
@@ -53,10 +51,6 @@ def collection(parts: int = 6) -> Any:
 def collector(scheduler: Any) -> Collector:
     found: Collector = scheduler.plugins[NAME]
     return found
-
-
-def test_this_dashboard_is_known() -> None:
-    assert differences(DASHBOARD.seams) == []
 
 
 def test_a_shuffle_is_shown_as_it_was() -> None:

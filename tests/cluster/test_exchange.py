@@ -113,21 +113,6 @@ def test_transfers_in_flight_are_bounded(shared_cluster: SharedCluster, library:
         )
 
 
-def test_the_best_path_is_taken_and_shown(shared_cluster: SharedCluster, library: Library) -> None:
-    with shared_cluster.client(library.name) as client:
-        assert_like_tasks(library, inputs())
-        best = {"pandas": "shared-memory", "cudf": "cuda-ipc"}[library.name]
-        assert counters(client)[f"exchange.bytes.{best}"] > 0
-        report = dask_gpurt.report(client, connect=True)
-        for address, worker in report["workers"].items():
-            assert worker["paths"][address]["path"] == "local"
-            assert {path["path"] for path in worker["paths"].values()} <= {
-                "local",
-                "shared-memory",
-                "cuda-ipc",
-            }
-
-
 def test_a_row_larger_than_the_pool_is_an_error_that_names_the_setting(
     shared_cluster: SharedCluster, library: Library
 ) -> None:

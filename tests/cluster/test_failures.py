@@ -84,14 +84,6 @@ def waits_at(event: str, part: int) -> Callable[[Any, int], Any]:
     return slow
 
 
-def test_a_worker_is_killed_during_transfer(own: Client, library: Library) -> None:
-    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
-    Event("go-reached", client=own).wait(timeout=60)
-    kill(own, Variable("go-worker", client=own).get())
-    Event("go", client=own).set()
-    assert_right(out)
-
-
 def test_a_preferred_worker_that_is_lost_is_only_a_preference(own: Client, library: Library) -> None:
     """Tasks run on it until it is killed, if they are not stolen; then on the others."""
     worker = next(iter(own.nthreads()))

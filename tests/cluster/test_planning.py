@@ -8,16 +8,14 @@ from typing import Any
 
 import dask
 import dask.dataframe as dd
-import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, Event, LocalCluster
+from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.client.planning import packed
-from dask_gpurt.client.planning.table_facts import FilesChangedError
 from dask_gpurt.client.session import SESSIONS
-from tests.helpers.clusters import Library, canonical, cluster, counters, to_pandas
+from tests.helpers.clusters import Library, cluster, counters
 from tests.helpers.nightly import nightly
 from tests.helpers.planned import tables
 
@@ -147,32 +145,6 @@ def test_computations_at_the_same_time_are_of_the_same_shuffle(
     assert dask_gpurt.report(client).counters.get("shuffle.runs.recovered", 0) == 0
 
 
-def test_a_small_table_is_joined_without_a_shuffle(client: Client, library: Library, tmp_path: Path) -> None:
-    number = np.arange(80_000)
-    large = pd.DataFrame({"key": number % 500, "value": number / 7, "more": number})
-    small = pd.DataFrame({"key": np.arange(500), "label": [f"l{i % 9}" for i in range(500)], "more": 1})
-    for name, table in (("large", large), ("small", small)):
-        dd.from_pandas(table, npartitions=8, sort=False).to_parquet(tmp_path / name)
-    with dask.config.set({"dataframe.backend": library.name}):
-        tables = [dd.read_parquet(tmp_path / name)[columns] for name, columns in COLUMNS.items()]
-        joined = tables[0].merge(tables[1], on="key")
-        before = counters(client)
-        found = to_pandas(joined.groupby("label")["value"].sum().compute())
-        used = {name: counters(client)[name] - before.get(name, 0) for name in ("planning.reads.by-size",)}
-        assert counters(client).get("shuffle.runs", 0) == before.get("shuffle.runs", 0)
-        assert used["planning.reads.by-size"] >= 1
-        kept = joined.persist()
-        with dask.config.set({"gpurt.planning.partition-size": 0, "gpurt.planning.broadcast-size": 0}):
-            by_dask = joined.optimize().npartitions
-        assert kept.npartitions == by_dask > 1
-    expected = large.merge(small, on="key").groupby("label")["value"].sum()
-    pd.testing.assert_series_equal(found.sort_index(), expected, check_index_type=False)
-
-
-#: Of the columns that each table has, the ones that are read.
-COLUMNS = {"large": ["key", "value"], "small": ["key", "label"]}
-
-
 def test_more_workers_have_queries_planned_anew(
     client: Client, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,50 +155,6 @@ def test_more_workers_have_queries_planned_anew(
     first, again = planned(), planned()
     monkeypatch.setattr("dask_gpurt.dask_hooks.computing.cluster_size", lambda client: (3, 7))
     assert (again, planned()) == (first, first + 1)
-
-
-@pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
-@pytest.mark.parametrize("is_wrong", [True, False])
-def test_a_file_is_replaced_before_it_is_read(
-    client: Client, tmp_path: Path, filesystem: str, is_wrong: bool
-) -> None:
-    """A plan that relies on what was in a file fails, unless that is true of the new one."""
-    for name, parts in (("rows", [[1, 2], [5, 6], [7, 7], [8, 9]]), ("small", [range(12)])):
-        for at, keys in enumerate(parts):
-            table = pd.DataFrame({"key": keys, f"value of {name}": 1})
-            (tmp_path / name).mkdir(exist_ok=True)
-            table.to_parquet(tmp_path / name / f"part.{at}.parquet")
-    rows, small = (dd.read_parquet(tmp_path / name, filesystem=filesystem) for name in ("rows", "small"))
-    sums = rows.groupby("key").agg({"value of rows": "sum"}).reset_index()
-    joined = small.merge(sums, on="key")
-    assert len(rows) + len(small) == 20  # Dask has the workers read statistics of Arrow's files
-    before = counters(client).get("planning.local.groups", 0)
-    release = Event("gpurt-replaced", client)
-    threads = sum(client.nthreads().values())
-    blocking = [client.submit(_wait, "gpurt-replaced", at, pure=False, priority=1) for at in range(threads)]
-    computing = client.compute(joined)
-    new = pd.DataFrame({"key": [1, 5 if is_wrong else 2], "value of rows": [1, 5]})
-    new.to_parquet(tmp_path / "new.parquet")
-    (tmp_path / "new.parquet").replace(tmp_path / "rows" / "part.0.parquet")
-    release.set()
-    client.gather(blocking)
-    release.clear()
-    assert counters(client)["planning.local.groups"] == before + 1
-    if is_wrong:
-        with pytest.raises(FilesChangedError, match=r"part\.0\.parquet has been changed"):
-            computing.result()
-    else:
-        assert computing.result()["value of rows"].sum() == 12
-    del computing
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        expected = canonical(joined.compute(), index=False)
-    pd.testing.assert_frame_equal(canonical(joined.compute(), index=False), expected)
-    assert not expected["key"].duplicated().any()
-
-
-def _wait(name: str, at: int) -> int:
-    Event(name).wait()
-    return at
 
 
 def test_tasks_in_the_process_of_the_client_read_files_as_they_are(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ import asyncio
 import re
 from typing import Any
 
-from distributed import Client, Scheduler, Worker
+import numpy as np
+from distributed import Client, Scheduler, Worker, wait
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
-from tests.helpers.in_process import on_plain_cluster
+from tests.helpers.in_process import on_cluster, on_plain_cluster
+
+MIB = 2**20
 
 
 async def page(server: Any) -> dict[str, dict[str, float]]:
@@ -27,6 +30,17 @@ async def page(server: Any) -> dict[str, dict[str, float]]:
             if "_gpurt_" in sample.name:
                 shown.setdefault(sample.name, {})[sample.labels.get("worker", "")] = sample.value
     return shown
+
+
+async def of_memory(server: Any) -> dict[tuple[str, str], float]:
+    """Return the bytes on a worker's page by tier and kind, but for the rest of the process's memory."""
+    found = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{server.http_server.port}/metrics")
+    return {
+        (sample.labels["tier"], sample.labels["kind"]): sample.value
+        for family in text_string_to_metric_families(found.body.decode())
+        for sample in family.samples
+        if sample.name == "dask_worker_gpurt_memory_bytes" and sample.labels["kind"] != "unmanaged"
+    }
 
 
 def registered() -> list[str]:
@@ -47,6 +61,20 @@ async def test_the_page_of_a_process_has_its_scheduler_and_tells_its_workers_apa
         assert shown["dask_worker_gpurt_shuffle_rows_total"] == {a.address: 5, b.address: 0}
     await dask_gpurt.disable(client)
     assert await page(scheduler) == {}
+
+
+@on_cluster(workers=1, **{"gpurt.memory.device": 4 * MIB, "distributed.worker.memory.pause": False})
+async def test_the_page_of_a_worker_says_what_its_tiers_hold(client: Any, scheduler: Any, a: Any) -> None:
+    kept = client.map(np.ones, [MIB] * 8, dtype="u1", pure=False)
+    await wait(kept)
+    while True:  # until reports have reached the scheduler
+        usage = (await dask_gpurt.memory_usage(client)).to_pandas(names="metrics").set_index("tier")
+        known = usage.drop(columns=["worker", "headroom", "unmanaged"]).stack().to_dict()
+        if (shown := await of_memory(a)) == known:
+            break
+    assert shown["device", "capacity"] == 4 * MIB
+    assert shown["disk", "partitions"] > 0
+    del kept
 
 
 def test_servers_that_close_while_it_is_on_are_shown_no_more() -> None:

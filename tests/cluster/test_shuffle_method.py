@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import decimal
 from collections import Counter
 from collections.abc import Callable
@@ -89,12 +88,13 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
     "by a series": lambda df: df.shuffle(df.key % 7),
     "named index": lambda df: df.set_index("id", sorted=True).shuffle("key"),
     "a filter": lambda df: _some(df.shuffle("key"), "id"),
+    "a label that is false": lambda df: df.rename(columns={"key": 0}).shuffle(0),
     "a column of Dask's name": lambda df: df.rename(columns={"key": "_partitions"}).shuffle("_partitions"),
 }
 
 
 #: Those that by day stand for the others: keys without values, another number of partitions, a name of Dask.
-BY_DAY = ("column", "index", "null keys", "fewer", "a column of Dask's name")
+BY_DAY = ("column", "index", "null keys", "fewer", "a label that is false", "a column of Dask's name")
 
 
 @pytest.mark.parametrize("what", only_by_day(SHUFFLES, BY_DAY))
@@ -237,21 +237,6 @@ def offered(client: Client) -> float:
     return sum(n for name, n in counters(client).items() if name.startswith("exchange.bytes."))
 
 
-def test_groupby_apply(client: Client, library: Library) -> None:
-    meta = library.frame(pd.DataFrame({"id": [0]}, index=pd.Index([0], name="key"))).id.iloc[:0]
-    if library.name == "cudf":
-        pytest.skip("cudf's groupby.apply returns another index than pandas for a scalar")
-
-    def build(df: Any) -> Any:
-        return df.groupby("key").apply(_largest, include_groups=False, meta=meta)
-
-    assert_like_tasks(client, library, build, flights(), in_order=False)
-
-
-def _largest(group: Any) -> Any:
-    return group.id.max()
-
-
 SORTS: dict[str, Callable[[Any], Any]] = {
     "set_index": lambda df: df.set_index("key"),
     "set_index, divisions": lambda df: df.set_index("key", divisions=[0, 10, 20, 40]),
@@ -264,59 +249,6 @@ SORTS: dict[str, Callable[[Any], Any]] = {
 def test_sorts(client: Client, library: Library, what: str) -> None:
     frames = flights(8, 300)
     assert_like_tasks(client, library, SORTS[what], frames, in_order=False)
-
-
-def kinds(rows: int, part: int) -> dict[str, pd.DataFrame]:
-    """Make one column of each kind that both libraries support, and some that only pandas does."""
-    random = np.random.default_rng(part)
-    pick = random.integers(0, 5, rows)
-    day = np.datetime64("2020-02-28", "ns") + pick.astype("timedelta64[D]")
-    words = np.array(["", "a", "bb", "ccc", "ünï"], dtype=object)
-    both = {
-        "bool": pick > 2,
-        "int8": pick.astype("int8"),
-        "uint64": pick.astype("uint64") + np.uint64(2**63),
-        "float32": pick.astype("float32"),
-        "datetime": day,
-        "timedelta": pick.astype("timedelta64[s]"),
-        "string": pd.array(words[pick], dtype="str"),
-        "string with nulls": pd.array(np.where(pick == 0, None, words[pick]), dtype="str"),
-        "category": pd.Categorical(words[pick], categories=list(words)),
-        "other categories": pd.Categorical([f"c{part}-{p}" for p in pick]),
-        "zoned": pd.DatetimeIndex(day).tz_localize("UTC").tz_convert("Europe/Berlin"),
-    }
-    only_pandas = {
-        "Int64": pd.array(np.where(pick == 1, None, pick), dtype="Int64"),
-        "boolean": pd.array(np.where(pick == 1, None, pick > 2), dtype="boolean"),
-        "arrow int": pd.array(pick, dtype="int32[pyarrow]"),
-        "arrow list": pd.array([[int(p)] * p for p in pick], dtype=_arrow("list")),
-        "decimal": pd.array([decimal.Decimal(int(p)) / 4 for p in pick], dtype=_arrow("decimal")),
-        "object": np.array([{"a": int(p)} for p in pick], dtype=object),
-        "date": np.array([dt.date(2020, 1, 1 + int(p)) for p in pick], dtype=object),
-        "complex": pick.astype("complex128"),
-        "period": pd.PeriodIndex(day, freq="D"),
-        "interval": pd.IntervalIndex.from_arrays(pick, pick + 1),
-        "sparse": pd.arrays.SparseArray(pick),
-    }
-    return {"both": pd.DataFrame(both), "pandas": pd.DataFrame(only_pandas)}
-
-
-def _arrow(what: str) -> pd.ArrowDtype:
-    import pyarrow as pa
-
-    return pd.ArrowDtype({"list": pa.list_(pa.int64()), "decimal": pa.decimal128(10, 2)}[what])
-
-
-@pytest.mark.parametrize("which", ["both", "pandas"])
-def test_every_kind_of_column_survives(client: Client, library: Library, which: str) -> None:
-    """All kinds side by side; ``tests/unit/frames`` covers each kind alone."""
-    if which == "pandas" and library.name == "cudf":
-        pytest.skip("cudf has no such column")
-    parts = [
-        kinds(60, part)[which].assign(key=np.arange(60) % 7, id=np.arange(60) + part) for part in range(4)
-    ]
-    in_order = library.name == "pandas"
-    assert_like_tasks(client, library, SHUFFLES["column"], parts, in_order=in_order)
 
 
 @pytest.mark.gpu
@@ -378,13 +310,6 @@ def test_outputs_that_are_not_wanted_are_not_moved(client: Client, library: Libr
     )
 
 
-def test_two_shuffles_of_one_frame_at_once(client: Client, library: Library) -> None:
-    def build(df: Any) -> Any:
-        return df.shuffle("key").merge(df.shuffle("key").key.to_frame(), on="key").partitions[1]
-
-    assert_like_tasks(client, library, build, flights(6), in_order=False, index=False)
-
-
 def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Library) -> None:
     df = library.collection(flights(6))
     wait(df)
@@ -408,6 +333,21 @@ def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Libr
     assert new.pop("shuffle-barrier") == 1
     assert new.pop("gpurtshuffle") == 9
     assert sum(new.values()) <= aliases
+
+
+def test_an_argument_is_taken_over_only_where_all_are(client: Client) -> None:
+    named = dd.from_pandas(flights(1)[0], npartitions=4).shuffle("key", shuffle_method="tasks", npartitions=6)
+    names = ("shuffle.runs", "shuffle.left.only-configured", "shuffle.taken.argument-tasks")
+
+    def counted() -> list[float]:
+        return [counters(client).get(name, 0) for name in names]
+
+    runs, left, taken = counted()
+    partitions(named)
+    assert counted() == [runs, left + 1, taken]
+    with dask.config.set({"gpurt.takeover": "all"}):
+        partitions(named)
+    assert counted() == [runs + 1, left + 1, taken + 1]
 
 
 @pytest.mark.filterwarnings("ignore:Computing mixed collections")

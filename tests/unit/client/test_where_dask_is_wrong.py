@@ -596,6 +596,28 @@ def test_a_key_with_a_label_that_is_false_is_one(label: Any, how: str) -> None:
         same_rows(joined[["x", "y"]].compute(), expected[["x", "y"]])
 
 
+#: What is grouped by a label; the options are for Dask only.
+OF_FALSE_LABELS: dict[str, Callable[..., Any]] = {
+    "sums": lambda frame, label, **options: frame.groupby(label).x.sum(**options).reset_index(),
+    "sums of a join": lambda frame, label, **options: (
+        frame.merge(frame, on=label).groupby([label]).x_x.sum(**options).reset_index()
+    ),
+    "extremes": lambda frame, label, **options: (
+        frame.groupby(label).agg({"x": "max"}, **options).reset_index()
+    ),
+    "distinct values": lambda frame, label, **options: frame[[label]].drop_duplicates(**options),
+}
+
+
+@pytest.mark.parametrize("groups", OF_FALSE_LABELS)
+@pytest.mark.parametrize("label", LABELS)
+def test_rows_are_grouped_by_a_label_that_is_false(label: Any, groups: str) -> None:
+    rows, program = LEFT.rename(columns={"k": label}), OF_FALSE_LABELS[groups]
+    same_rows(
+        program(dd.from_pandas(rows, npartitions=5), label, split_out=3).compute(), program(rows, label)
+    )
+
+
 @pytest.mark.parametrize("how", ["inner", "leftsemi"])
 @pytest.mark.parametrize("label", LABELS)
 def test_a_key_with_a_label_that_is_false_is_the_only_one(label: Any, how: str) -> None:
