@@ -129,15 +129,6 @@ def test_a_graph_of_many_tasks_is_not_kept(plan: PackedPlan, monkeypatch: pytest
     assert plan.__dask_graph__()[key] is not first[key]
 
 
-def test_the_least_recently_used_plan_is_dropped(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_KEPT", packed.LRU(1))
-    frame = dd.read_parquet(table)
-    plans = [pack(planned(each)) for each in (frame.key.sum(), frame.value.sum())]
-    sent = [pickle.dumps(plan) for plan in plans]
-    assert pickle.loads(sent[1]) is plans[1]
-    assert pickle.loads(sent[0]) is not plans[0]
-
-
 # ---- which plans are packed, and names of reads ------------------------------------------------------
 
 
