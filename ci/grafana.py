@@ -1,6 +1,6 @@
 """Write the dashboard for Grafana, ``etc/grafana/dask-gpurt.json``; run this after changing it here.
 
-``tests/unit/observe/test_grafana.py`` compares the file with this, and its expressions with the tables of
+``tests/unit/observe/test_metrics.py`` compares the file with this, and its expressions with the tables of
 metrics in ``dask_gpurt/observe/metrics.py``.
 """
 

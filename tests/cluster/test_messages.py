@@ -1,12 +1,16 @@
-"""Disable batching of messages between scheduler and workers with the runtime, and restore it afterwards."""
+"""Send messages between scheduler and workers at once, and run barriers on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
+import dask.dataframe as dd
+import pandas as pd
 from distributed import Event, Worker
 from distributed.batched import BatchedSend
+from distributed.diagnostics.plugin import SchedulerPlugin
 
 import dask_gpurt
 from dask_gpurt.dask_hooks.worker import PromptStreams
@@ -73,3 +77,28 @@ def test_an_interval_that_another_has_set_stays() -> None:
         assert (ours.interval, others.interval) == (0.003, 0.001)
 
     asyncio.run(run())
+
+
+# ---- barriers -------------------------------------------------------------------------------------
+
+
+class Threads(SchedulerPlugin):  # type: ignore[misc]
+    """Note the threads that have run barriers."""
+
+    def __init__(self) -> None:
+        self.of_barriers: list[int] = []
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        if str(key).startswith("shuffle-barrier") and finish == "memory":
+            self.of_barriers.append(kwargs["thread"])
+
+
+@on_cluster(workers=2)
+async def test_a_barrier_runs_on_the_event_loop(client: Any, scheduler: Any, *workers: Any) -> None:
+    scheduler.add_plugin(noted := Threads(), name="threads")
+    frame = dd.from_pandas(pd.DataFrame({"key": range(60)}), npartitions=4)
+    joined = frame.merge(frame, on="key", shuffle_method="gpurt", broadcast=False)
+    with client.as_current():
+        assert len(await client.compute(joined)) == 60
+        assert len(await client.compute(frame.shuffle("key", shuffle_method="gpurt"))) == 60
+    assert noted.of_barriers == [threading.get_ident()] * 2  # both sides are the same shuffle

@@ -1,18 +1,105 @@
-"""Cap kernels on real workers while runs are in flight, and report workers that cannot."""
+"""Cap kernels on workers while runs are in flight, and calibrate; report workers that cannot."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
+import click
+import dask
+import dask.dataframe as dd
+import pandas as pd
 import pytest
-from distributed import Client
+from click.testing import CliRunner
+from distributed import Client, LocalCluster, get_worker
 
 import dask_gpurt
-from dask_gpurt.overlap.table import KernelCap, OverlapTable, write
-from tests.helpers.launches import Launches
-from tests.helpers.overlap_cluster import Starting, assert_right, shuffled
-from tests.helpers.overlap_cluster import start as start  # a fixture
+from dask_gpurt.cli import main
+from dask_gpurt.cli.calibrate import CAPS, WORKLOADS, device_of, launched_by, measure, print_table, tables
+from dask_gpurt.overlap.interposer import DeviceLimits, LaunchedKernel
+from dask_gpurt.overlap.table import KernelCap, OverlapTable, path_of, read, write
+from tests.helpers.clusters import QUICK, cluster, instrument
 from tests.helpers.shared_cluster import SharedCluster
+
+# ---- clusters whose kernels a fake interposer caps -------------------------------------------------
+
+
+class Launches:
+    """Fake the launches of a process with an H200; what is launched is listed while it is switched on."""
+
+    #: All that were made since the list was cleared.
+    made: ClassVar[list[Launches]] = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.on, self.cap = False, 0
+        self.caps: dict[str | int, int] = {}
+        self._launched: dict[int, LaunchedKernel] = {}
+
+    def launch(self, name: str) -> None:
+        """Launch a kernel."""
+        if self.on:
+            id = hash(name)
+            before = self._launched[id].launches if id in self._launched else 0
+            self._launched[id] = LaunchedKernel(name, 32, 0, before + 1, 0, False, id)
+
+    def switch(self, on: bool) -> None:
+        self.on = on
+
+    def write(self, default: int, kernels: Mapping[str | int, int]) -> None:
+        self.cap, self.caps = default, dict(kernels)
+
+    def limits(self, device: int) -> DeviceLimits | None:
+        return DeviceLimits(132, 32, 2048, 65536, 233472, 1024, 232448)
+
+    def counters(self) -> dict[str, int]:
+        return {"seen": 0}
+
+    def kernels(self) -> list[LaunchedKernel]:
+        return list(self._launched.values())
+
+
+FRAME = pd.DataFrame({"key": range(2000), "value": 0.5})
+
+
+def shuffled() -> pd.DataFrame:
+    result: pd.DataFrame = dd.from_pandas(FRAME, npartitions=4).shuffle("key").compute()
+    return result
+
+
+def assert_right(frame: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(frame.sort_values("key", ignore_index=True), FRAME, check_dtype=False)
+
+
+Starting = Callable[[int | str], Client]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starting]:
+    """Start a cluster in this process, in a mode of overlap, with the test's own interposer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("dask_gpurt.worker.overlap.Interposer", Launches)
+    Launches.made.clear()
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+    opened: list[Any] = []
+
+    def begin(mode: int | str) -> Client:
+        with dask.config.set({**QUICK, "gpurt.overlap.mode": mode}):
+            local = LocalCluster(protocol="tcp", **options)
+            client = Client(local)
+            opened[:] = [client, local]
+            instrument(client)
+            dask_gpurt.enable(client)
+        return client
+
+    yield begin
+    dask_gpurt.disable(opened[0])
+    for one in opened:
+        one.close()
+
+
+# ---- caps -----------------------------------------------------------------------------------------
 
 RUN = ("run of the test", 1)
 
@@ -86,3 +173,60 @@ def test_without_caps_nothing_of_a_worker_is_replaced(shared_cluster: SharedClus
         assert not any(reply.fallbacks for reply in dask_gpurt.report(client).workers.values())
         heard = client.run(lambda dask_worker: dask_worker.plugins["gpurt"].overlap.residency is None)
         assert all(heard.values())
+
+
+# ---- calibrate: measure workloads beside shuffles -------------------------------------------------
+
+
+def test_without_a_gpu_there_is_nothing_to_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.diagnostics.nvml.device_get_count", lambda: 0)
+    shown = CliRunner().invoke(main, ["calibrate"])
+    assert shown.exit_code == 1
+    assert "there is no GPU on this host" in shown.output
+
+
+def test_where_nothing_is_capped_it_says_why() -> None:
+    with (
+        cluster(overlap__mode=8) as client,
+        pytest.raises(click.ClickException, match=r"kernels cannot be capped on worker .*interposer"),
+    ):
+        device_of(client)
+
+
+@pytest.mark.nightly
+def test_every_workload_is_measured_beside_shuffles(
+    start: Starting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workloads = {name: WORKLOADS[name] for name in ("join", "text")}
+    monkeypatch.setattr("dask_gpurt.cli.calibrate.PARTITIONS_PER_WORKER", 1)
+    monkeypatch.setattr("dask_gpurt.cli.calibrate.MIN_ROUNDS", 2)
+    monkeypatch.setattr("dask_gpurt.cli.calibrate.CAPS", (8, 4))
+    monkeypatch.setattr("dask_gpurt.cli.calibrate.WORKLOADS", workloads)
+    table = measure(start(8), "pandas", 2**16, 0.0)
+    assert table.device == "host"
+    assert [(one.workload, one.cap, one.rounds) for one in table.measured] == [
+        (name, cap, 2) for name in workloads for cap in (8, 4)
+    ]
+    assert read(write(table)) == table
+    print_table(path_of("host"), table)
+    shown = capsys.readouterr().out
+    assert shown.startswith("host")
+    assert all(name in shown for name in workloads)
+    assert str(path_of("host")) in shown.replace("\n", "")
+
+
+def launching(part: Any) -> Any:
+    for kernel in ("sort", "gather"):
+        get_worker().plugins["gpurt"].overlap.residency._launches.launch(kernel)
+    return part
+
+
+def test_the_kernels_of_a_workload_are_those_that_it_launches(start: Starting) -> None:
+    client = start(max(CAPS))
+    frame, _ = tables("pandas", 2**12, 4)
+    computed = frame.map_partitions(launching, meta=frame._meta)
+    assert sorted(launched_by(client, computed).values()) == ["gather", "sort"]
+    assert launched_by(client, frame.map_partitions(len, meta=(None, "int64"))) == {}
+    assert len(computed.compute()), "beside no run"
+    kernels = client.run(lambda dask_worker: len(dask_worker.plugins["gpurt"].overlap.residency.kernels()))
+    assert set(kernels.values()) == {2}

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import dask
 import dask.dataframe as dd
+import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, get_client, wait
 
 import dask_gpurt
+from benchmarks.common.waiting import thread_stacks
 from dask_gpurt.client.planning import packed
 from dask_gpurt.client.session import SESSIONS
 from tests.helpers.clusters import Library, cluster, counters
 from tests.helpers.nightly import nightly
 from tests.helpers.planned import tables
+from tests.helpers.waiting import LIMIT_S
 
 PLANS = "planning.plans.reused"
 
@@ -168,3 +176,91 @@ def test_tasks_in_the_process_of_the_client_read_files_as_they_are(tmp_path: Pat
             table = pd.DataFrame({"key": range(rows)})
             table.to_parquet(tmp_path / "0.parquet")
             assert [*kept[kept.key != 3].compute().key] == [*table[table.key != 3].key]
+
+
+# ---- in tasks, on workers with several threads ----------------------------------------------------
+
+TASKS = 4
+
+
+def sort_and_join(number: int) -> int:
+    """Compute dataframes on the cluster that this task is part of, by a plan that computes divisions too."""
+    get_client()
+    left = pd.DataFrame({"k": np.arange(400) % 10, "x": np.arange(400)[::-1] + number})
+    right = pd.DataFrame({"k": np.arange(10), "y": np.arange(10)})
+    joined = dd.from_pandas(left, npartitions=4).merge(dd.from_pandas(right, npartitions=2), on="k")
+    return int(joined.sort_values("x").y.sum().compute())
+
+
+def run_tasks(client: Client) -> None:
+    """Check the results of tasks that compute dataframes; if they hang, fail with the workers' stacks."""
+    tasks = client.map(sort_and_join, range(TASKS), pure=False)
+    try:
+        wait(tasks, timeout=2 * LIMIT_S)
+    except TimeoutError:
+        pytest.fail(json.dumps(client.run(thread_stacks), indent=1).replace("\\n", "\n"))
+    assert client.gather(tasks) == [1_800] * TASKS
+
+
+def test_tasks_compute_dataframes_on_workers_with_several_threads() -> None:
+    with cluster(workers=1, threads=4) as client:
+        if sys.version_info < (3, 12):  # the first Python without a lock for all instances
+            assert not any(client.run(_reads_as_python_does).values())
+        run_tasks(client)
+        dask_gpurt.disable(client)
+        assert all(client.run(_reads_as_python_does).values())
+
+
+def _reads_as_python_does() -> bool:
+    return not hasattr(vars(cached_property)["__get__"], "__wrapped__")
+
+
+# ---- two clusters, one without the runtime --------------------------------------------------------
+
+ROWS = 400
+FRAME = pd.DataFrame({"key": np.arange(ROWS) % 7, "row": np.arange(ROWS)})
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[tuple[Client, Client]]:
+    """Return a client with the runtime, and a plain one."""
+    with ExitStack() as stack:
+        served, plain = (
+            stack.enter_context(
+                Client(
+                    stack.enter_context(
+                        LocalCluster(
+                            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+                        )
+                    ),
+                    set_as_default=False,
+                )
+            )
+            for _ in range(2)
+        )
+        dask_gpurt.enable(served)
+        yield served, plain
+        dask_gpurt.disable(served)
+
+
+WAYS: dict[str, Callable[[Client, Any], Any]] = {
+    "compute": lambda client, frame: client.compute(frame).result(),
+    "persist": lambda client, frame: client.compute(client.persist(frame)).result(),
+    "scheduler": lambda client, frame: frame.compute(scheduler=client),
+    "get": lambda client, frame: dask.compute(frame, scheduler=client.get)[0],
+    "current": lambda client, frame: frame.compute(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("current", ["served", "plain"])
+def test_each_computation_goes_by_its_client(clients: tuple[Client, Client], current: str, way: str) -> None:
+    served, plain = clients
+    with served.as_current() if current == "served" else plain.as_current():
+        runs = dask_gpurt.report(served)["counters"].get("shuffle.runs", 0)
+        for client in (plain, served) if way != "current" else [served if current == "served" else plain]:
+            shuffled = dd.from_pandas(FRAME, npartitions=3).shuffle("key")
+            found = WAYS[way](client, shuffled)
+            assert sorted(found.row) == list(range(ROWS))
+        expected = runs + (way != "current" or current == "served")
+        assert dask_gpurt.report(served)["counters"].get("shuffle.runs", 0) == expected

@@ -12,8 +12,7 @@ import pytest
 
 import dask_gpurt
 from tests.helpers.clusters import cluster
-from tests.helpers.script_tables import write_tables
-from tests.helpers.scripts import Writer, are_equal, computed
+from tests.helpers.scripts import Writer, are_equal, computed, write_tables
 
 SCRIPTS = 10
 SEEDS = range(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -11,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.budget import PHASES
 from benchmarks.exchange.legs import combine
+from benchmarks.tpch.queries import QUERIES
+from benchmarks.tpch.styles import STYLES
+from tests.helpers.tpch import SCALE, small_tables
 
 ROOT = Path(__file__).parents[2]
 PANDAS = "--backend pandas"
@@ -44,3 +49,75 @@ def test_lost_rows_are_an_error() -> None:
     assert (whole["rows"], whole["seconds"], whole["counters"]) == (4, 4, {"a": 2})
     with pytest.raises(ValueError, match="rows and checksums"):
         combine([{**part, "received": [1, 5, 6, 7]}])
+
+
+# ---- TPC-H -----------------------------------------------------------------------------------------
+
+
+def measured(module: str, folder: Path, *options: str, timeout: int = 240) -> dict[str, Any]:
+    """Run a benchmark on small tables, and return its results.
+
+    Dask reads several small files as one partition; a join is shuffled only with several partitions.
+    """
+    tables, output = small_tables(folder / "tables", parts=12), folder / "results.json"
+    given = ["--data", str(tables.directory), "--scale", str(SCALE), "--parts", str(tables.parts)]
+    command = [sys.executable, "-m", module, *given, *options, "--json", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    results: dict[str, Any] = json.loads(output.read_text())
+    wrong = [figure for figure in results.get("figures", ()) if figure.get("errors")]
+    assert not wrong
+    assert done.returncode == 0, done.stderr
+    return results
+
+
+@pytest.mark.nightly
+def test_ways_take_turns_on_their_clusters(tmp_path: Path) -> None:
+    ways = ["default", "two-at-once", "two-workers"]
+    options = ["--ways", ",".join(ways), "--queries", "12", "--repeat", "2"]
+    options += ["--pipeline", "1MiB", "--partitions", "4", "--workers", "1"]
+    found = measured("benchmarks.tpch.live", tmp_path, *options)
+    cases = ["pipeline", "ten shuffles", "ten computations", "careful 12"]
+    for way in ways:
+        assert {case: len(seconds) for case, seconds in found["seconds"][way].items()} == dict.fromkeys(
+            cases, 2
+        )
+        assert found["sums"][way]["careful"]["thread_seconds"] > 0
+    assert found["ratios"].keys() == set(ways[1:])
+    for of in found["ratios"].values():
+        assert of["careful"]["low"] <= of["careful"]["ratio"] <= of["careful"]["high"]
+
+
+@pytest.mark.nightly
+def test_the_command_measures_and_checks_all_contenders(tmp_path: Path) -> None:
+    options = ["--queries", "3,6", "--backend", "pandas", "--repeat", "1"]
+    results = measured("benchmarks.tpch", tmp_path, *options)
+    figures = {(each["query"], each["contender"]): each for each in results["figures"]}
+    assert set(figures) == set(itertools.product([3, 6], ["gpurt", "tasks", "p2p"]))
+    for figure in figures.values():
+        seconds = figure["budget"]["seconds"]
+        assert list(seconds) == list(PHASES)
+        assert sum(seconds.values()) == pytest.approx(figure["warm"]["median"], rel=0.01)
+        assert figure["budget"]["read_bytes"] > 0
+    # A join of several partitions has to be shuffled by the chosen method.
+    assert figures[3, "gpurt"]["budget"]["shuffles"] > 0
+    assert figures[3, "tasks"]["budget"]["shuffles"] == 0
+    assert "hash-join-transfer" in figures[3, "p2p"]["budget"]["tasks"]
+    assert "hash-join-transfer" not in figures[3, "tasks"]["budget"]["tasks"]
+    assert set(results["ratios"]) == {"tasks", "p2p"}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_all_styles_have_duckdbs_results_with_each_method(tmp_path: Path) -> None:
+    options = ["--style", "all", "--backend", "pandas", "--repeat", "0"]
+    figures = measured("benchmarks.tpch", tmp_path, *options, timeout=1100)["figures"]
+    assert len(figures) == 3 * len(STYLES) * len(QUERIES)
+
+
+@pytest.mark.nightly
+def test_each_query_is_timed_in_a_new_process(tmp_path: Path) -> None:
+    options = ["--queries", "6,22", "--style", "columns", "--fresh", "--backend", "pandas", "--repeat", "1"]
+    options += ["--contenders", "gpurt,gpurt-flag"]
+    figures = measured("benchmarks.tpch", tmp_path, *options)["figures"]
+    found = {(each["query"], each["contender"]): (len(each["first"]), each["warm"]["n"]) for each in figures}
+    assert found == dict.fromkeys(itertools.product([6, 22], ["gpurt", "gpurt-flag"]), (1, 1))

@@ -5,7 +5,9 @@ Each test has a process that loads both, as a worker does; the fake driver recor
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tests.helpers.interposers import (
     INTERPOSER,
     SMALL,
     Process,
+    build_launcher,
     compile_c,
     needs_compiler,
     process,
@@ -400,3 +403,45 @@ def test_the_id_of_a_name_is_that_of_the_published_hash() -> None:
     """Two published test vectors of FNV-1a."""
     assert name_id("") == 0xCBF29CE484222325
     assert name_id("foobar") == 0x85944171F73967E8
+
+
+# ---- under sanitizers, while threads launch, policies change, modules unload and processes fork ----
+#
+# The processes are C programs: sanitizers cannot track the memory of Python's allocator.
+
+#: Compiler flags, and number of forks: the thread sanitizer does not support forks.
+SANITIZERS = {
+    "none": ((), 20),
+    "address": (("-fsanitize=address,undefined", "-fno-sanitize-recover=all"), 5),
+    "thread": (("-fsanitize=thread", "-Wno-tsan"), 0),
+}
+
+
+def has_sanitizer(folder: Path, flags: tuple[str, ...]) -> bool:
+    """Return whether a program built with the sanitizer runs: its library may be missing."""
+    source = folder / "empty.c"
+    source.write_text("int main(void) { return 0; }\n")
+    try:
+        return subprocess.run([compile_c(folder / "empty", source, flags=flags)]).returncode == 0
+    except AssertionError:
+        return False
+
+
+def launch(launcher: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [launcher, *map(str, arguments)],
+        env={**os.environ, "LD_LIBRARY_PATH": str(launcher.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_every_launch_is_as_it_was_or_capped(tmp_path: Path, sanitizer: str) -> None:
+    flags, forks = SANITIZERS[sanitizer]
+    if not has_sanitizer(tmp_path, flags):
+        pytest.skip(f"the compiler's library for -fsanitize={sanitizer} is missing")
+    done = launch(build_launcher(tmp_path, *flags), "stress", 4, 10_000, forks)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr

@@ -1,12 +1,15 @@
-"""Verify the rows of benchmarks: lost, changed or misordered rows are errors."""
+"""Verify the rows of benchmarks, and that their programs find what they import."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import pkgutil
 
 import pandas as pd
 import pytest
 
+import benchmarks
 from benchmarks.common.rows import check, fingerprint, make_random, totals
 
 FRAME = make_random(0, 100, 50, "pandas")
@@ -31,3 +34,13 @@ def cut(frame: pd.DataFrame, *at: int) -> list[pd.DataFrame]:
 def test_invalid_rows_are_reported(parts: list[pd.DataFrame], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         check([fingerprint(part) for part in parts], WHOLE, sorts=True)
+
+
+# ---- programs find what they import ---------------------------------------------------------------
+
+MODULES = [module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_benchmark_can_be_imported(name: str) -> None:
+    importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Check the tables of metrics and fallbacks: their entries, what they reject, how they are merged."""
+"""Check the tables of metrics and fallbacks, the Grafana dashboard of them, and how they are merged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from dask_gpurt.observe.metrics import (
     combine,
     find,
 )
+from dask_gpurt.observe.progress import RunProgress
 from dask_gpurt.observe.report import Fallbacks, RuntimeReport
+from tests.helpers.grafana import FILE, expressions, generator
 
 PACKAGE = Path(dask_gpurt.__file__).parent
 
@@ -272,3 +274,57 @@ def test_a_server_shows_its_counters_from_the_start_until_it_is_taken_away() -> 
         take_away()
         take_away()
     assert value("dask_scheduler_gpurt_workers_ready") is None
+
+
+# ---- Dask's page of shuffles ----------------------------------------------------------------------
+
+POOLS = ({"capacity": 1000, "used": 50, "retained": 20}, {"capacity": 10, "used": 5, "retained": 0})
+
+
+def test_a_run_has_shards_in_pools() -> None:
+    progress = RunProgress()
+    for nbytes in (100, 300):
+        progress.offered(nbytes)
+    progress.received(70)
+    comm = progress.for_dask(POOLS)["comm"]
+    assert (comm["total"], comm["written"], comm["read"], comm["avg_size"]) == (400, 400, 70, 200)
+    assert (comm["memory"], comm["memory_limit"]) == (50 - 20 + 5, 1000 + 10), "retained blocks are free"
+
+
+def test_the_page_gets_the_fields_that_it_reads() -> None:
+    report = RunProgress().for_dask(POOLS)
+    fields = {"memory", "memory_limit", "total", "buckets", "written", "read", "avg_size", "avg_duration"}
+    assert report.keys() == {"comm", "disk", "start"}
+    assert report["comm"].keys() == report["disk"].keys() == fields
+
+
+# ---- the Grafana dashboard ------------------------------------------------------------------------
+
+#: Metrics on the pages, by name.
+SHOWN: dict[str, Metric] = {
+    metric.family(server): metric
+    for metric in (*METRICS.values(), *READINGS.values())
+    for server in metric.servers
+    if server is not Server.CLIENT
+}
+
+
+def test_the_file_is_as_it_is_written() -> None:
+    assert FILE.read_text() == generator().text()
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_expressions_name_metrics_and_labels_that_exist(expression: str) -> None:
+    names = re.findall(r"\bdask_\w+", expression)
+    assert names
+    assert [name for name in names if name not in SHOWN] == []
+    labels = {"worker", *(label for name in names for label in SHOWN[name].all_labels)}
+    grouped = re.findall(r"by \((.*?)\)", expression)
+    used = re.findall(r"(\w+)=~", expression) + [label for group in grouped for label in group.split(", ")]
+    assert set(used) <= labels
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_counters_are_shown_as_rates_and_gauges_as_they_are(expression: str) -> None:
+    for before, name in re.findall(r"(\w*)\(?\b(dask_\w+)", expression):
+        assert (before in ("rate", "increase")) == name.endswith("_total")

@@ -1,4 +1,4 @@
-"""Detect changes between two queries of the same name: of files, functions, accessors and settings."""
+"""Detect changes between two queries of the same name: of files, functions, settings and secrets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import fsspec
+import fsspec.config
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,6 +20,7 @@ from dask.dataframe.dask_expr._accessor import Accessor
 from fsspec.implementations.local import LocalFileSystem
 
 from dask_gpurt.client.planning.files import has_version
+from dask_gpurt.client.planning.store import Store
 from dask_gpurt.dask_hooks.planning import settings
 from tests.helpers.planned import Planner
 
@@ -85,21 +86,6 @@ def test_a_file_of_the_same_size_is_seen(tmp_path: Path, protocol: str, name: st
         columns, rows = computed(lambda: dd.read_parquet(**options))
         assert columns == ["key", column, "new"]
         assert rows["key"] == [number]
-
-
-def test_a_file_of_the_same_size_and_time_is_seen(planner: Planner, tmp_path: Path) -> None:
-    """A copy may keep the time of its source: Arrow reports no more of a file than its size and time."""
-    path, store = tmp_path / "table.parquet", tmp_path / "planning" / "results"
-    for is_new_process in (False, True):
-        for number, column in ((1, "a"), (2, "a"), (1, "b")):
-            if is_new_process:
-                planner.begin_again(store)
-            write(path, key=[number], **{column: [0]})
-            os.utime(path, ns=(1_700_000_000_123_456_789, 1_700_000_000_123_456_789))
-            columns, rows = computed(lambda: dd.read_parquet(path, filesystem="arrow"))
-            assert columns == ["key", column, "new"]
-            assert rows["key"] == [number]
-    assert planner.count("plans.loaded") == 0
 
 
 def test_a_file_without_a_fraction_of_a_second_is_not_kept(planner: Planner, tmp_path: Path) -> None:
@@ -270,15 +256,6 @@ def test_what_is_planned_first_is_not_what_it_becomes(
 # ---- settings -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["scheduler", "explicit-comms"])
-def test_settings_by_which_a_method_is_chosen_count(planner: Planner, tmp_path: Path, setting: str) -> None:
-    write(tmp_path / "table.parquet", key=[1, 2])
-    for value in ("threads", "sync"):
-        with dask.config.set({setting: value}):
-            dd.read_parquet(tmp_path / "table.parquet").shuffle("key").optimize()
-    assert planner.count("plans.computed") == 2
-
-
 @pytest.mark.filterwarnings("error")
 def test_no_setting_warns_as_it_is_read() -> None:
     assert settings() == settings()
@@ -292,3 +269,46 @@ def test_options_of_pandas_count(tmp_path: Path) -> None:
             table = dd.read_parquet(tmp_path / "table.parquet").astype({"key": "string"})
             table = table.assign(new=table.key)
             assert [dtype.storage for dtype in table.dtypes] == [storage] * 2
+
+
+# ---- secrets of file systems do not outlive the process that has them -----------------------------
+
+
+class TokenFiles(LocalFileSystem):
+    """Local files that open with the current token only."""
+
+    protocol = "token"
+    valid = ""
+
+    def __init__(self, token: str = "", **options: Any):
+        super().__init__(**options)
+        self.token = token
+
+    def open(self, *args: Any, **options: Any) -> Any:
+        if self.token != self.valid:
+            raise PermissionError(f"{self.token!r} is not valid")
+        return super().open(*args, **options)
+
+
+def test_tokens_of_file_systems_that_fsspec_configures_are_neither_stored_nor_used_later(
+    table: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("token", TokenFiles, clobber=True)
+    planner = Planner()
+    planner.cache.install()
+    try:
+        with planner.used():
+            planner.kept = Store(path, planner.metrics)
+            for token, begins in (("one", False), ("two", False), ("three", True)):
+                if begins:
+                    planner.begin_again(path)
+                monkeypatch.setattr(TokenFiles, "valid", token)
+                monkeypatch.setitem(fsspec.config.conf, "token", {"token": token})
+                read = dd.read_parquet(f"token://{table}")
+                assert read[read.key > 1].key.sum().compute(scheduler="sync") == 4
+                del read
+                gc.collect()
+            planner.kept.save()
+    finally:
+        planner.cache.remove()
+    assert not any(token in path.read_bytes() for token in (b"one", b"two", b"three"))

@@ -1,4 +1,4 @@
-"""Divide recordings of stock Dask into computations, and their time into parts."""
+"""Divide recordings of stock Dask into computations and parts of their time, and foresee plans."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import dask.dataframe as dd
+import pandas as pd
 import pytest
+from dask.core import flatten
 
 from benchmarks.qualify import fit as fitting
+from dask_gpurt.dask_hooks.planning import keys_of
 from dask_gpurt.tools.qualify.parts import (
     BEFORE,
     FACTORS,
@@ -21,6 +25,7 @@ from dask_gpurt.tools.qualify.parts import (
     kind_of,
     library_of,
 )
+from dask_gpurt.tools.qualify.program import observed
 from dask_gpurt.tools.qualify.recording import Recording, of_report
 
 
@@ -139,3 +144,26 @@ def test_programs_without_frames_stay_as_they_are() -> None:
 def test_the_library_is_that_of_results(typename: str, library: str) -> None:
     rows = [{"typename": "builtins.float"}, {"typename": typename}]
     assert library_of(rows, dict.fromkeys(PARTS, 0.0)) == library
+
+
+# ---- plans of programs that have run on stock Dask -------------------------------------------------
+
+
+def test_plans_are_foreseen_with_the_corrections_of_the_runtime(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of alternatives for the right side of a join, Dask puts what they share in place of the left side."""
+    for name, key in (("a", "k"), ("b", "j")):
+        frame = pd.DataFrame({key: range(40), f"{name}_x": 1})
+        dd.from_pandas(frame, npartitions=2).to_parquet(tmp_path / name, write_index=False)
+    with observed() as plans:
+        rows = dd.read_parquet(tmp_path / "a").merge(
+            dd.read_parquet(tmp_path / "b"), left_on="k", right_on="j"
+        )
+        first = (rows.a_x == 1) & (rows.b_x >= 1) & (rows.b_x <= 5)
+        second = (rows.a_x == 2) & (rows.b_x >= 1) & (rows.b_x <= 7)
+        rows[first | second].compute(scheduler="sync")
+    (planned,) = [planned for _, planned in plans.found]
+    (found,) = plans.of([{"key": key} for key in flatten(keys_of(planned.plan))], threads=2)
+    assert found[1].reads
+    assert not caplog.records
