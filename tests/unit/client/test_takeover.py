@@ -98,6 +98,19 @@ def original(expr: Any) -> Any:
     return "left to Dask", expr
 
 
+class Told(Lowering):
+    """Lower while the runtime is usable or not, and note the choices that are told."""
+
+    def __init__(self, *, usable: bool = True):
+        self.choices = set[tuple[str, MethodChoice]]()
+        super().__init__(lambda: usable, lambda *choice: self.choices.add(choice))
+
+    def leaves(self, shuffle: Any, choice: MethodChoice | None) -> bool:
+        """Return whether a shuffle is left to Dask because of a choice."""
+        is_left: bool = self.shuffle(original, shuffle) == ("left to Dask", shuffle)
+        return is_left and self.choices == ({(shuffle._name, choice)} if choice else set())
+
+
 @pytest.mark.parametrize(
     ("configured", "argument", "takeover", "taken"),
     [
@@ -112,71 +125,55 @@ def original(expr: Any) -> Any:
 def test_a_shuffle_is_lowered_as_chosen_and_told_under_one_name(
     configured: str | None, argument: str | None, takeover: bool | str, taken: bool
 ) -> None:
-    choices = set[tuple[str, MethodChoice]]()
-    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
+    lowering = Told()
     with dask.config.set({"dataframe.shuffle.method": configured, "gpurt.takeover": takeover}):
         expr = shuffle_of(dd.from_pandas(FRAME, npartitions=3).shuffle("key", shuffle_method=argument))
         lowered = lowering.shuffle(original, expr)
         lowering.shuffle(original, expr)
     assert isinstance(lowered, GpurtShuffle) == taken
-    ((name, choice),) = choices
+    ((name, choice),) = lowering.choices
     assert (name, choice.taken) == (expr._name, taken)
 
 
 def test_a_join_is_lowered_as_chosen_and_told_under_one_name() -> None:
-    choices = set[tuple[str, MethodChoice]]()
-    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
-    frame = dd.from_pandas(FRAME, npartitions=3)
+    lowering, frame = Told(), dd.from_pandas(FRAME, npartitions=3)
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
         expr = frame.merge(frame, on="key").expr
         lowered = [lowering.merge(type(expr)._lower, expr) for _ in range(2)]
     assert all(isinstance(one, GpurtHashJoin) for one in lowered)
-    assert choices == {(expr._name, MethodChoice.CONFIGURED_TASKS)}
+    assert lowering.choices == {(expr._name, MethodChoice.CONFIGURED_TASKS)}
 
 
 def test_a_configured_local_scheduler_keeps_its_tasks() -> None:
-    choices = set[tuple[str, MethodChoice]]()
-    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
-    frame = dd.from_pandas(FRAME, npartitions=3)
+    expr = shuffle_of(dd.from_pandas(FRAME, npartitions=3).shuffle("key"))
     with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        expr = shuffle_of(frame.shuffle("key"))
-        assert lowering.shuffle(original, expr) == ("left to Dask", expr)
-    assert choices == {(expr._name, MethodChoice.LOCAL_SCHEDULER)}
+        assert Told().leaves(expr, MethodChoice.LOCAL_SCHEDULER)
     with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "dask.distributed"}):
-        assert isinstance(lowering.shuffle(original, expr), GpurtShuffle)
+        assert isinstance(Told().shuffle(original, expr), GpurtShuffle)
 
 
 def test_where_the_runtime_is_not_usable_tasks_are_left_alone() -> None:
-    choices = set[tuple[str, MethodChoice]]()
-    lowering = Lowering(lambda: False, lambda *choice: choices.add(choice))
     with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": "all"}):
         expr = shuffle_of(dd.from_pandas(FRAME, npartitions=3).shuffle("key"))
-        assert lowering.shuffle(original, expr) == ("left to Dask", expr)
-    assert not choices
+        assert Told(usable=False).leaves(expr, None)
 
 
 def test_frames_of_another_library_are_left_to_dask(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a future Dask may have them."""
     monkeypatch.setattr("dask_gpurt.client.lowering.library", lambda frame: None)
-    choices = set[tuple[str, MethodChoice]]()
-    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
     frame = dd.from_pandas(FRAME, npartitions=3)
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        shuffle, join = shuffle_of(frame.shuffle("key")), frame.merge(frame, on="key").expr
-        assert lowering.shuffle(original, shuffle) == ("left to Dask", shuffle)
-        assert lowering.merge(original, join) == ("left to Dask", join)
-    assert choices == {(shuffle._name, MethodChoice.UNSUPPORTED_FRAMES)}
+        assert Told().leaves(shuffle_of(frame.shuffle("key")), MethodChoice.UNSUPPORTED_FRAMES)
+        join = frame.merge(frame, on="key").expr
+        assert Told().merge(original, join) == ("left to Dask", join)
 
 
 def test_frames_with_levels_of_columns_are_left_to_dask() -> None:
     """As in aggregations with several functions: ``tasks`` shuffles these, and ``p2p`` rejects them."""
-    choices = set[tuple[str, MethodChoice]]()
-    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
     leveled = FRAME.set_axis(pd.MultiIndex.from_product([["of"], FRAME.columns]), axis=1)
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
         shuffle = shuffle_of(dd.from_pandas(leveled, npartitions=3).shuffle(on_index=True))
-        assert lowering.shuffle(original, shuffle) == ("left to Dask", shuffle)
-    assert choices == {(shuffle._name, MethodChoice.COLUMN_LEVELS)}
+        assert Told().leaves(shuffle, MethodChoice.COLUMN_LEVELS)
 
 
 @pytest.mark.parametrize("ignore_index", [True, False])
@@ -184,9 +181,8 @@ def test_a_shuffle_in_the_place_of_tasks_has_its_description(ignore_index: bool)
     frame = dd.from_pandas(FRAME.set_index("row"), npartitions=3, sort=False)
     shuffled = frame.shuffle("key", ignore_index=ignore_index, shuffle_method="tasks")
     expr = shuffle_of(shuffled)
-    lowering = Lowering(lambda: True, lambda *choice: None)
     with dask.config.set({"gpurt.takeover": "all"}):
-        lowered = lowering.shuffle(original, expr)
+        lowered = Told().shuffle(original, expr)
     assert list(lowered._meta.index.names) == list(shuffled._meta.index.names)
     assert lowered._meta.index.dtype == shuffled._meta.index.dtype
 
@@ -196,18 +192,18 @@ def test_rows_shuffled_by_their_index_keep_their_order(by_index: bool) -> None:
     """Dask aligns frames so, whose labels may repeat: cudf then needs them in the same order in both."""
     frame = dd.from_pandas(FRAME.set_index("row"), npartitions=3)
     expr = shuffle_of(frame.shuffle(on_index=True) if by_index else frame.shuffle("key"))
-    lowered = Lowering(lambda: True, lambda *choice: None).shuffle(original, expr)
+    lowered = Told().shuffle(original, expr)
     specs = [task.spec for task in lowered._layer().values() if isinstance(task, P2PBarrierTask)]
     assert [spec.in_order for spec in specs] == [by_index]
 
 
 def test_functions_of_groups_get_rows_in_order() -> None:
     groups = dd.from_pandas(FRAME, npartitions=3).groupby("key").apply(len, meta=("rows", "int64")).expr
-    lowered = Lowering(lambda: True, lambda *choice: None).applied(GroupByApply._lower, groups)
+    lowered = Told().applied(GroupByApply._lower, groups)
     (shuffle,) = lowered.find_operations(RearrangeByColumn)
     assert IN_ORDER in shuffle.options
     p2p = groups.substitute_parameters({"shuffle_method": "p2p"})
-    lowered = Lowering(lambda: True, lambda *choice: None).applied(GroupByApply._lower, p2p)
+    lowered = Told().applied(GroupByApply._lower, p2p)
     (shuffle,) = lowered.find_operations(RearrangeByColumn)
     assert not shuffle.options
 

@@ -136,35 +136,6 @@ QUERIES = {each.__name__: each for each in (groups, pairs, large, total, matches
 # ---- kept collections -------------------------------------------------------------------------------
 
 
-def test_a_plan_from_the_store_is_of_the_files_as_they_are(planner: Planner, tmp_path: Path) -> None:
-    """The collection was created before its file was replaced, as a process may that is slow to plan."""
-    save(tmp_path, [table([1, 2], [1, 1])], same=True)
-    query = build(planner, groups, *read(tmp_path, "fsspec", planner))
-    planner.sizes = APART
-    store = tmp_path / "planning" / "results"
-    planner.begin_again(store)
-    kept = planner.kept
-    result(query, planner)
-    planner.kept = kept
-    planner.begin_again(store)
-    write(tmp_path / "rows/part.0.parquet", table([1, 5], [1, 5]), same=True)
-    assert result(query, planner).query("key == 5")[VALUE].tolist() == [9]
-    assert planner.count("plans.loaded") == 0
-
-
-def test_plans_are_reused_as_long_as_files_stay(planner: Planner, tmp_path: Path) -> None:
-    save(tmp_path, [table([1, 2], [1, 1])])
-    query = build(planner, groups, *read(tmp_path, "fsspec", planner))
-    planner.sizes = APART
-    for _ in range(3):
-        result(query, planner)
-    assert (planner.count("plans.computed"), planner.count("plans.reused")) == (1, 2)
-    write(tmp_path / "rows/part.0.parquet", table([1, 5], [1, 5]))
-    for _ in range(3):
-        result(query, planner)
-    assert (planner.count("plans.computed"), planner.count("plans.reused")) == (2, 4)
-
-
 @pytest.mark.parametrize("protocol", ["file", "memory"])
 def test_numbers_of_rows_are_of_the_files_as_they_are(
     planner: Planner, tmp_path: Path, protocol: str
@@ -186,67 +157,6 @@ def test_numbers_of_rows_are_of_the_files_as_they_are(
         put(5)
         assert [value_of(plan_of(count())) for count in counts] == [5, 5]
     files.rm(folder, recursive=True)
-
-
-# ---- names of columns -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
-@pytest.mark.parametrize("name", ["a.id", "a", "", "'\"`", "é.ü"])
-def test_integers_beside_nulls_stay_integers(
-    planner: Planner, tmp_path: Path, filesystem: str, name: str
-) -> None:
-    parts: list[list[int | None]] = [[LARGE, LARGE - 1], [3, None], [4, 5], [6, 7]]
-    nested = pa.array([{"id": 1}, {"id": 2}])
-    for at, values in enumerate(parts):
-        # With a column of dictionaries that has the path of the other one.
-        more = {} if name == "a" else {"a": nested}
-        columns = {"key": [2 * at, 2 * at + 1], name: pa.array(values, pa.int64()), **more}
-        (tmp_path / "rows").mkdir(exist_ok=True)
-        pq.write_table(pa.table(columns), tmp_path / f"rows/part.{at}.parquet")
-    (tmp_path / "small").mkdir()
-    pq.write_table(pa.table({"key": list(range(12))}), tmp_path / "small/part.0.parquet")
-    rows, small = read(tmp_path, filesystem, planner)
-    planner.sizes = WHOLE
-    query = rows[rows[name] == LARGE][["key", name]].merge(small, on="key")
-    assert len(result(query, planner)) == len(result(query)) == 1
-
-
-@pytest.mark.parametrize("name", ["a.id", "", "é.ü"])
-def test_a_large_table_is_large_whatever_its_columns_are_called(
-    planner: Planner, tmp_path: Path, name: str
-) -> None:
-    rows = 30_000
-    for folder, parts in (("rows", 4), ("small", 3)):
-        (tmp_path / folder).mkdir()
-        for at in range(parts):
-            values = pa.array(range(at * rows, (at + 1) * rows), pa.int64())
-            pq.write_table(pa.table({name: values}), tmp_path / folder / f"part.{at}.parquet")
-    one, other = read(tmp_path, "fsspec", planner)
-    planner.sizes = PartitionSizes(1, 1, 0, broadcast=100_000)
-    with planner.used():
-        plan_of(one.merge(other, on=name))
-    assert planner.count("reads.by-size") == 0
-    planner.sizes = PartitionSizes(1, 1, 0, broadcast=10_000_000)
-    with planner.used():
-        plan_of(one.merge(other, on=name))
-    assert planner.count("reads.by-size") > 0
-
-
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
-def test_lists_with_nulls_in_some_files(planner: Planner, tmp_path: Path, filesystem: str) -> None:
-    """Arrow makes floats of the integers in all lists that are read together, if there is a null in one."""
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "small").mkdir()
-    for at, values in enumerate([[[LARGE], [2]], [[3], [None]], [[4], [5]], [[6], [7]]]):
-        columns = {"key": [2 * at, 2 * at + 1], "a.list": pa.array(values, pa.list_(pa.int64()))}
-        pq.write_table(pa.table(columns), tmp_path / f"rows/part.{at}.parquet")
-    pq.write_table(pa.table({"key": list(range(12))}), tmp_path / "small/part.0.parquet")
-    rows, small = read(tmp_path, filesystem, planner)
-    planner.sizes = WHOLE
-    query = rows.merge(small, on="key")
-    found, expected = (result(query, each).set_index("key")["a.list"] for each in (planner, None))
-    assert [each.dtype for each in found] == [each.dtype for each in expected]
 
 
 # ---- between planning and reading -------------------------------------------------------------------

@@ -18,8 +18,6 @@ from dask._expr import FinalizeCompute
 from dask._task_spec import Alias, DataNode, Task, TaskRef, execute_graph
 from dask.core import flatten
 from dask.dataframe.dask_expr._collection import new_collection
-from dask.dataframe.dask_expr._expr import Assign
-from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr._reductions import TreeReduce
 from dask.typing import Key
@@ -28,12 +26,10 @@ from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.client.lowering import Lowering
 from dask_gpurt.client.planning import fusing
 from dask_gpurt.client.planning.fusing import fuse
 from dask_gpurt.dask_hooks.planning import fused_into, graph_of, keys_of, rebuild, shapes_of, with_operand
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.shuffle.joins import merge_unpack
 from tests.helpers.planned import Planner
 
 COMPUTATION = "computation-of-this"
@@ -261,24 +257,6 @@ def test_quantiles_are_those_of_the_sample_that_dask_draws() -> None:
     assert len(tasks_of(fused)) < len(tasks_of(found))
     mine, other = (dask.get(tasks_of(each), list(flatten(keys_of(each)))) for each in (fused, found))
     assert mine[0].tolist() == other[0].tolist()
-
-
-def test_the_scheduler_need_not_join_to_describe_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowering = Lowering(lambda: True, lambda *_: None)
-    expr = table().merge(table().assign(more=1), on="key").expr
-    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
-        lowered = FinalizeCompute(lowering.merge(type(expr)._lower, expr)).optimize()
-    sent = pickle.dumps(fuse(lowered))
-    expected = table()._meta.merge(table()._meta.assign(more=1), on="key")
-    del lowered
-    gc.collect()  # as in another process
-    for kind in (Merge, Assign):
-        monkeypatch.setattr(vars(kind)["_meta"], "func", None)
-    tasks = graph_of(pickle.loads(sent))
-    joins = [task for task in tasks.values() if getattr(task, "func", None) is merge_unpack]
-    assert len(joins) == 2
-    for task in joins:
-        pd.testing.assert_frame_equal(task.args[8], expected)
 
 
 def test_the_scheduler_describes_no_part_of_a_plan(

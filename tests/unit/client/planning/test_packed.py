@@ -25,7 +25,6 @@ from fsspec.implementations.local import LocalFileSystem
 from dask_gpurt.client.planning import packed
 from dask_gpurt.client.planning.files import source_of
 from dask_gpurt.client.planning.packed import PackedPlan, forget_plans, pack, unpack
-from dask_gpurt.dask_hooks import making
 from dask_gpurt.dask_hooks.planning import graph_of
 from dask_gpurt.observe import Fallback
 from tests.helpers.planned import Planner
@@ -231,25 +230,6 @@ def test_a_change_of_a_file_changes_its_state(table: str, change: str) -> None:
         other.write_bytes(path.read_bytes())
         other.rename(path)
     assert listed(Path(table)) != before
-
-
-def test_facts_about_files_are_written_once_for_all_selections_of_columns(
-    planner: Planner, table: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kinds: list[type] = []
-    normalized = making._normalized
-
-    def noted(value: Any) -> str:
-        kinds.append(type(value))
-        return normalized(value)
-
-    monkeypatch.setattr(making, "_normalized", noted)
-    rows = dd.read_parquet(table)
-    before = kinds.count(pd.DataFrame)  # metadata of all columns are one of the facts
-    assert before > 0
-    names = {rows[columns].optimize().expr.deterministic_token for columns in (["key"], ["value"])}
-    assert len(names) == 2
-    assert kinds.count(pd.DataFrame) == before
 
 
 @pytest.mark.usefixtures("planner")

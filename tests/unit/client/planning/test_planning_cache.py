@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import shutil
 import sys
 import weakref
 from collections.abc import Callable
@@ -108,26 +107,6 @@ def test_each_way_to_name_files_is_read_once(planner: Planner, tmp_path: Path, w
     assert tables[1].assign(new=1).optimize().expr is first.expr
     with dask.config.set(scheduler="sync"):
         assert len(first.compute()) == 8
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if "files" not in way])
-def test_a_new_file_and_one_that_is_gone_are_seen(planner: Planner, tmp_path: Path, way: str) -> None:
-    arguments = WAYS[way](write(tmp_path / "table"))
-    added = tmp_path / "table" / "part.9.parquet"
-    changes: list[Callable[[], object]] = [
-        lambda: None,
-        lambda: shutil.copy(tmp_path / "table" / "part.0.parquet", added),
-        added.unlink,
-    ]
-    found = []
-    with dask.config.set(scheduler="sync"):
-        for change in changes:
-            change()
-            table = dd.read_parquet(**arguments)
-            found.append((table.npartitions, len(table.assign(new=1).compute())))
-            del table
-    assert found == [(2, 8), (3, 12), (2, 8)]
-    assert planner.count("files.reused") == 0
 
 
 @pytest.mark.parametrize("given", ["a file system of the user's", "options of Arrow's"])
