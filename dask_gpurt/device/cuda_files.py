@@ -3,6 +3,8 @@
 kvikio bypasses host memory if GPUDirect Storage is set up, and otherwise copies through pinned memory in its
 own threads. It is not installed everywhere and does not support every file system, so the fallback is a
 simpler copy through pinned bounce buffers (:mod:`dask_gpurt.device.staging`).
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations
