@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "dask_setup",
-    "dask_teardown",
     "disable",
     "enable",
     "explain",
@@ -101,10 +100,3 @@ async def dask_setup(server: Any) -> None:
     from dask_gpurt.preload import activate
 
     await activate(server)
-
-
-async def dask_teardown(server: Any) -> None:
-    """Close the extra worker processes that a nanny with ``--preload-nanny dask_gpurt`` has started."""
-    from dask_gpurt import preload
-
-    await preload.dask_teardown(server)

@@ -65,16 +65,6 @@ def _say_stays_off(server: Any, problems: str) -> None:
         config.say_once(logger, problems)
 
 
-async def dask_teardown(server: Any) -> None:
-    """Close the extra worker processes of a nanny when the nanny closes."""
-    from distributed import Nanny
-
-    if isinstance(server, Nanny):
-        from dask_gpurt.worker import colocation
-
-        await colocation.separate(server)
-
-
 async def activate(server: Any) -> None:
     """Switch the runtime on for the cluster of a server or client.
 
@@ -109,7 +99,7 @@ async def _activate(server: Any) -> None:
     from dask_gpurt.monitor import dashboard
     from dask_gpurt.protocol import NAME
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
-    from dask_gpurt.worker import colocation, overlap
+    from dask_gpurt.worker import overlap
 
     settings = dict(dask.config.get("gpurt", {}))
     plugin = GpurtSchedulerPlugin(settings, dashboard.observe)
@@ -122,7 +112,6 @@ async def _activate(server: Any) -> None:
         await require_package(server.scheduler)
         if isinstance(server, Nanny):
             overlap.preload_into(server)
-            await colocation.colocate(server)
         # dask-cuda's workers ignore distributed.worker.preload; their nannies read distributed.nanny.preload.
         await server.scheduler.register_scheduler_plugin(plugin=dumps(plugin), name=NAME, idempotent=True)
     else:

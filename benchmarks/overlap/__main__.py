@@ -182,13 +182,6 @@ def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
 @click.option(
     "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads per worker."
 )
-@click.option(
-    "--concurrency",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Workers of the pipeline in place of each one.",
-)
 @click.option("--timeline", is_flag=True, help="Record GPU activity in the pipeline with PyTorch's profiler.")
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option("--rmm-pool-size", type=click.FloatRange(0, 1), default=0.5, show_default=True)

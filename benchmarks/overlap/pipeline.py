@@ -69,7 +69,7 @@ def pipeline_part(plan: Plan) -> Iterator[tuple[str, Any]]:
     """Run the pipeline under each mode in turn, and its parts alone, on one cluster; yield each result."""
     count = plan.size // ROW // plan.partitions
     highest = max(1, count * plan.partitions // ALIKE)
-    settings = {"dataframe.shuffle.method": "gpurt", "gpurt.compute.concurrency": plan.concurrency}
+    settings = {"dataframe.shuffle.method": "gpurt"}
     with (
         dask.config.set({**LOADED, **settings}),
         local_cluster(
@@ -77,7 +77,7 @@ def pipeline_part(plan: Plan) -> Iterator[tuple[str, Any]]:
         ) as cluster,
         Client(cluster) as client,
     ):
-        client.wait_for_workers(plan.workers * plan.concurrency)
+        client.wait_for_workers(plan.workers)
         meta = source(0, 1, 2, plan.backend).iloc[:0]
         frame = dd.from_map(source, range(plan.partitions), args=[count, highest, plan.backend], meta=meta)
         frame = frame.persist()

@@ -33,9 +33,8 @@ class Plan:
         Rows of the frames, and of the square matrices, of compute.
     collective
         Bytes of a collective on each GPU.
-    modes, threads, concurrency
-        The pipeline's modes of the runtime, which take turns; task threads per worker; and workers in place
-        of each one, which share its GPU.
+    modes, threads
+        The pipeline's modes of the runtime, which take turns, and task threads per worker.
     timeline
         Whether to record GPU activity in the pipeline, which has a cost of its own.
     """
@@ -53,7 +52,6 @@ class Plan:
     collective: int
     modes: tuple[str, ...]
     threads: int = 1
-    concurrency: int = 1
     timeline: bool = False
     protocol: str | None = None
     rmm_pool_size: float = 0.5

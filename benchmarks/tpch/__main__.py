@@ -27,7 +27,7 @@ from dask_gpurt.cli.environment import environment, installed_versions
 
 from ..common.commandline import split_list, write
 from ..common.processes import Child
-from .contenders import CONTENDERS, CUDF_POLARS, GPURT, P2P, SHARED, TASKS, ClusterOptions, clusters_of
+from .contenders import CONTENDERS, CUDF_POLARS, GPURT, P2P, TASKS, ClusterOptions, clusters_of
 from .cudf_polars import is_installed, run_polars
 from .figures import by_style, print_summary, ratios, rounded, summarise
 from .fresh import measure_fresh
@@ -54,7 +54,7 @@ def run_rounds(parameters: dict[str, Any], plan: Plan) -> Iterator[Run]:
     memory of workers allocated after they have ended.
     """
     names = parameters["contenders"]
-    names_of_options = ("backend", "workers", "threads", "protocol", "rmm_pool_size", "concurrency")
+    names_of_options = ("backend", "workers", "threads", "protocol", "rmm_pool_size")
     options = ClusterOptions(**{name: parameters[name] for name in names_of_options})
     groups = clusters_of(names)
     for number in range(parameters["rounds"]):
@@ -112,13 +112,6 @@ def results_of(parameters: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), help="[default: 2, or one per GPU]")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
-@click.option(
-    "--concurrency",
-    type=click.IntRange(min=2),
-    default=2,
-    show_default=True,
-    help=f"Workers of {SHARED} in place of each one.",
-)
 @style_option
 @click.option("--fresh", is_flag=True, help="Run each query in a new process, whose planning store is empty.")
 @click.option("--repeat", type=click.IntRange(min=0), default=3, show_default=True, help="Warm runs.")

@@ -18,8 +18,6 @@ from ..common.budget import TaskLog
 from .gpu import Utilisation, wait_until_idle
 
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"
-#: The runtime with several workers in place of each one.
-SHARED = "gpurt-shared"
 #: The runtime with the plans of Dask, in which each operation of a query is a task of its own. Run it and the
 #: runtime as it is one after the other: a client keeps what it plans with until another is the current one.
 PLANNED_BY_DASK = "gpurt-dask-plans"
@@ -34,7 +32,7 @@ CAPPED = "gpurt-capped"
 #: The runtime with the driver's pool for memory of GPUs in place of rmm's.
 DRIVER_POOL = "gpurt-driver-pool"
 CONTENDERS = (
-    *(GPURT, FLAG, PLANNED_BY_DASK, SHARED, READS_FIRST, UNSIZED, CAPPED, DRIVER_POOL),
+    *(GPURT, FLAG, PLANNED_BY_DASK, READS_FIRST, UNSIZED, CAPPED, DRIVER_POOL),
     *(TASKS, P2P, CUDF_POLARS),
 )
 
@@ -45,11 +43,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     FLAG: {
         "gpurt.enabled": True,
         "distributed.scheduler.preload": [PRELOAD],
-        "distributed.nanny.preload": [PRELOAD],
-    },
-    SHARED: {
-        "gpurt.enabled": True,
-        # As in the file that `pip install` puts into Dask's configuration.
         "distributed.nanny.preload": [PRELOAD],
     },
     CAPPED: {
@@ -76,12 +69,10 @@ class ClusterOptions:
     threads: int
     protocol: str | None
     rmm_pool_size: str | float | None
-    concurrency: int = 2
 
     def settings(self, name: str) -> Mapping[str, Any]:
         """Return the settings of a contender."""
-        shared = {"gpurt.compute.concurrency": self.concurrency} if name == SHARED else {}
-        return {**SETTINGS.get(name, {}), **shared}
+        return SETTINGS.get(name, {})
 
 
 @dataclass(frozen=True)
@@ -150,7 +141,7 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
                     client = stack.enter_context(connected(cluster, names[0]))
             if names[0] == FLAG:  # without the settings of the servers
                 client = stack.enter_context(connected(cluster, FLAG))
-            client.wait_for_workers(options.workers * (options.concurrency if SHARED in names else 1))
+            client.wait_for_workers(options.workers)
             client.register_plugin(TaskLog(), name=TaskLog.name)
             if options.backend == "cudf":
                 client.register_plugin(Utilisation(), name=Utilisation.name)

@@ -56,7 +56,7 @@ from ..common.budget import budget, forget, take_log
 from ..common.commandline import split_list, write
 from ..common.processes import Child
 from ..overlap.pipeline import only_compute, only_shuffles, pipeline, source, timed
-from .contenders import CAPPED, DRIVER_POOL, GPURT, SHARED, ClusterOptions, Contender, start
+from .contenders import CAPPED, DRIVER_POOL, GPURT, ClusterOptions, Contender, start
 from .figures import CONFIDENCE, RESAMPLES, TABLE_WIDTH, rounded
 from .gpu import begin_trace, can_trace, end_trace
 from .options import planning_options, style_option
@@ -154,7 +154,6 @@ WAYS: Mapping[str, Way] = {
     "two-at-once": _at_once(2),
     "three-at-once": _at_once(3),
     "four-at-once": _at_once(4),
-    "two-workers": Way(cluster=SHARED),
     "driver-pool": Way(cluster=DRIVER_POOL),
 }
 #: Need an interposer in the workers.

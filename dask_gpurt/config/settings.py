@@ -54,9 +54,8 @@ class ShuffleSettings:
 
 @dataclass(frozen=True)
 class ComputeSettings:
-    """Configure how many tasks run beside each other on one GPU."""
+    """Configure how fused tasks run."""
 
-    concurrency: int | None = _setting(values.positive_or_auto)
     #: Whether fused tasks run on columns of cudf rather than through its frames.
     programs: bool = _knob(values.boolean, True)
     #: Of how many fused tasks one runs both ways, and is compared; 0 for none.

@@ -414,20 +414,6 @@ RECONNECTING = SeamGroup(
     (Seam("distributed.client:Client._reconnect", "self"),),
     without="a client that connects again does not ask whether the runtime is on",
 )
-#: The arguments of a nanny, to start another one in the same way.
-NANNY = SeamGroup(
-    "nannies",
-    (
-        Seam(
-            "distributed.nanny:Nanny.__init__",
-            "self scheduler_ip scheduler_port scheduler_file worker_port nthreads local_directory services "
-            "name memory_limit reconnect validate quiet resources silence_logs death_timeout preload "
-            "preload_argv preload_nanny preload_nanny_argv security contact_address listen_address "
-            "worker_class env interface host port protocol config worker_kwargs",
-        ),
-    ),
-    without="only one worker runs on the GPU",
-)
 #: The pages of a scheduler's dashboard. Comparing one of them imports Bokeh.
 DASHBOARD = SeamGroup(
     "dashboard",
@@ -452,7 +438,6 @@ PARTS = (
     RETIREMENT,
     BAGS,
     RECONNECTING,
-    NANNY,
     HTTP,
     READ_PLACES,
 )

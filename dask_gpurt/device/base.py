@@ -18,9 +18,6 @@ from dask_gpurt.device.pool import Buffer, Mapping, Pool, PoolLimits, Ticket
 #: Alignment of memory and file offsets in bytes, as required by direct I/O.
 PAGE = 4096
 
-#: Environment variable of workers that share a device: their number.
-COLOCATED = "GPURT_COLOCATED"
-
 #: Blocks, when called, until an asynchronous operation is complete.
 Fence = Callable[[], None]
 
@@ -43,11 +40,6 @@ def host_id() -> str:
             return file.read().strip()
     except OSError:
         return os.uname().nodename
-
-
-def workers_of_device() -> int:
-    """Return the number of workers that share this worker's device, including itself."""
-    return int(os.environ.get(COLOCATED, 1))
 
 
 class DeviceFiles(Protocol):
@@ -134,7 +126,7 @@ class Device(Protocol):
         ...
 
     def own_memory(self) -> int | None:
-        """Return the bytes of its memory, or this worker's part if workers share the device.
+        """Return the bytes of its memory.
 
         None if it is host memory, which the worker's memory limit applies to.
         """

@@ -40,7 +40,6 @@ from dask_gpurt.device.base import (
     Streams,
     host_id,
     wait_for_all,
-    workers_of_device,
 )
 from dask_gpurt.device.copies import Copy, DeviceSpan, fillings, runs
 from dask_gpurt.device.cuda_guard import ResourceGuard
@@ -253,7 +252,7 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
         return int(free), int(total)
 
     def own_memory(self) -> int:
-        return self.memory()[1] // workers_of_device()
+        return self.memory()[1]
 
     def holds(self, value: Any) -> bool:
         return lives_on_device(value)

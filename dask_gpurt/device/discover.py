@@ -87,23 +87,6 @@ def gpu_library() -> Any | None:
     return import_module("pynvml") if nvml.is_initialized() else None
 
 
-def memory_of(device: str, library: Any | None) -> int | None:
-    """Return the size of a GPU's memory in bytes.
-
-    ``device``: as in ``CUDA_VISIBLE_DEVICES``: the index of a GPU, or the id of a GPU or a MIG instance.
-    ``library``: the result of :func:`gpu_library`.
-    Returns None if NVML is missing, has no such device, or reports that the device has no memory of its own.
-    """
-    if library is None:
-        return None
-    by_index, by_id = library.nvmlDeviceGetHandleByIndex, library.nvmlDeviceGetHandleByUUID
-    try:
-        handle = by_index(int(device)) if device.isdecimal() else by_id(device)
-        return int(library.nvmlDeviceGetMemoryInfo(handle).total)
-    except library.NVMLError:
-        return None
-
-
 def memory_of_host(library: Any | None, sys: Path = Path("/sys")) -> int:
     """Return the bytes of this host's memory, without that of GPUs.
 

@@ -143,7 +143,7 @@ def host_memory(limit: int, process: int = 0, pause: float | bool = False, buffe
 
 
 def gpu_memory(total: int, copies: int = 0, *, integrated: bool = False) -> Memory:
-    """Describe the memory of a GPU, or this worker's part of it.
+    """Describe the memory of a GPU.
 
     ``copies``: bytes of copies that are made for peers.
     ``integrated``: whether it is the host's memory too.

@@ -76,8 +76,6 @@ class Fallback(Enum):
     MEMORY_FILES_WITHOUT_KVIKIO = "memory.files-without-kvikio", "files are read and written without kvikio"
     MEMORY_NO_PEER_COPIES = "memory.no-peer-copies", "peers fetch objects from where they are on the GPU"
 
-    DEVICE_NOT_SHARED = "device.not-shared", "only one worker runs on the GPU"
-
     PROGRAMS_OFF = "programs.off", "fused tasks run through the frames of cudf"
     PROGRAMS_NODE = "programs.node", "an operation failed on columns, and ran through the frames of cudf"
     PROGRAMS_DIFFERENT = "programs.different", "an operation on columns differed from cudf's, which was used"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -62,7 +61,6 @@ from dask_gpurt.protocol import (
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.worker import Layer
-from dask_gpurt.worker.colocation import ALONE_VARIABLE
 from dask_gpurt.worker.data import WorkerData
 from dask_gpurt.worker.kept_reads import KeptColumns, KeptRanges
 from dask_gpurt.worker.overlap import WorkerOverlap
@@ -185,8 +183,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo = self._undo
         undo.enter_context(sharing_expressions())  # tasks may plan dataframes
         self.metrics = Metrics()
-        if reason := os.environ.get(ALONE_VARIABLE):
-            self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
         self._checked = 0.0
         await asyncio.to_thread(self._build, worker, settings, reply)

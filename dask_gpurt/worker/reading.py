@@ -35,7 +35,7 @@ from dask_gpurt.dask_hooks.worker import (
     wrap_submit,
 )
 from dask_gpurt.device import Device, Streams
-from dask_gpurt.device.base import Beside, workers_of_device
+from dask_gpurt.device.base import Beside
 from dask_gpurt.device.discover import gpu_count, visible_gpus
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.columns import Asked
@@ -417,11 +417,11 @@ def set_reader_threads(setting: int | None) -> Callable[[], None]:
     if setting is None:
         named = visible_gpus()
         gpus = gpu_count() if named is None else len(named)
-        setting = threads_of(CPU_COUNT, len(os.sched_getaffinity(0)), gpus, workers_of_device())
+        setting = threads_of(CPU_COUNT, len(os.sched_getaffinity(0)), gpus)
     return set_threads(setting)
 
 
-def threads_of(cores: int, allowed: int, gpus: int, sharing: int) -> int:
+def threads_of(cores: int, allowed: int, gpus: int) -> int:
     """Return the number of threads with which a GPU worker reads files.
 
     ``cores``, ``allowed``: cores that this container may use, and those of them that this process is bound
@@ -430,11 +430,10 @@ def threads_of(cores: int, allowed: int, gpus: int, sharing: int) -> int:
 
     Examples
     --------
-    >>> threads_of(128, 64, 8, 1), threads_of(128, 64, 8, 2), threads_of(16, 16, 1, 1), threads_of(8, 8, 8, 1)
-    (16, 8, 16, 4)
+    >>> threads_of(128, 64, 8), threads_of(16, 16, 1), threads_of(8, 8, 8)
+    (16, 16, 4)
     """
-    share = min(allowed, cores // max(1, gpus)) // sharing
-    return min(MAX_THREADS, max(MIN_THREADS, share))
+    return min(MAX_THREADS, max(MIN_THREADS, min(allowed, cores // max(1, gpus))))
 
 
 def set_threads(threads: int) -> Callable[[], None]:

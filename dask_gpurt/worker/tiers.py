@@ -21,7 +21,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt.config import Settings, Size
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import Allocator, Pinning, discover
-from dask_gpurt.device.base import DeviceFiles, Guard, files_of, no_fence, workers_of_device
+from dask_gpurt.device.base import DeviceFiles, Guard, files_of, no_fence
 from dask_gpurt.device.host import few_left
 from dask_gpurt.device.libraries import spilled_by_libraries
 from dask_gpurt.exchange.calls import in_thread, is_exiting
@@ -251,8 +251,7 @@ class WorkerTiers:
             self.pools.claim(self.device),
             host=self.host,
             gpu=self._gpu_memory(),
-            # dask-cuda's limit is meant for one worker on the GPU.
-            given_device=given_device and given_device // workers_of_device(),
+            given_device=given_device,
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
             shared_memory=0 if on_host else self.pools.claim(self.pools.device("host")).automatic,

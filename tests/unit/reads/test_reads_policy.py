@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.device.base import COLOCATED
 from dask_gpurt.reads.policy import (
     MAX_BESIDE,
     MIN_READS,
@@ -70,21 +69,18 @@ def test_never_more_are_aside_than_the_limit_and_all_that_may_are(seed: int, lim
 
 
 @pytest.mark.parametrize(
-    ("cores", "allowed", "gpus", "sharing", "threads"),
+    ("cores", "allowed", "gpus", "threads"),
     [
-        (16, 16, 1, 1, 16),
-        (16, 16, 1, 2, 8),
-        (128, 64, 8, 1, 16),  # bound to one of two sockets, which four GPUs share
-        (128, 8, 8, 1, 8),
-        (256, 256, 2, 1, 32),
-        (8, 8, 8, 1, 4),
-        (8, 8, 0, 1, 8),
+        (16, 16, 1, 16),
+        (128, 64, 8, 16),  # bound to one of two sockets, which four GPUs share
+        (128, 8, 8, 8),
+        (256, 256, 2, 32),
+        (8, 8, 8, 4),
+        (8, 8, 0, 8),
     ],
 )
-def test_threads_are_the_share_of_the_cores(
-    cores: int, allowed: int, gpus: int, sharing: int, threads: int
-) -> None:
-    assert threads_of(cores, allowed, gpus, sharing) == threads
+def test_threads_are_the_share_of_the_cores(cores: int, allowed: int, gpus: int, threads: int) -> None:
+    assert threads_of(cores, allowed, gpus) == threads
 
 
 @pytest.mark.parametrize("before", [None, "3"])
@@ -104,7 +100,6 @@ def test_gpus_that_are_named_are_counted_without_their_driver(monkeypatch: pytes
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5a7e,0,1")
     monkeypatch.delenv(NTHREADS, raising=False)
-    monkeypatch.delenv(COLOCATED, raising=False)  # which a nanny leaves to the process that starts its worker
     restore = reading.set_reader_threads(None)
     assert os.environ[NTHREADS] == "16"
     restore()

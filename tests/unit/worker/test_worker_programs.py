@@ -27,7 +27,7 @@ def task() -> Task:
 
 @pytest.fixture
 def programs() -> Any:
-    settings = ComputeSettings(concurrency=None, programs=True, check_programs=0)
+    settings = ComputeSettings(programs=True, check_programs=0)
     found = WorkerPrograms(settings, SimpleNamespace(kind="cuda"), Metrics())  # type: ignore[arg-type]
     found._interpreter = Interpreter(PandasColumns(), found._failed)
     found.install()
@@ -76,7 +76,7 @@ def test_single_calls_are_operations_while_programs_are_on(programs: WorkerProgr
 
 
 def test_on_the_host_fused_tasks_are_left_to_dask() -> None:
-    settings = ComputeSettings(concurrency=None, programs=True, check_programs=0)
+    settings = ComputeSettings(programs=True, check_programs=0)
     on_host = WorkerPrograms(settings, SimpleNamespace(kind="host"), Metrics())  # type: ignore[arg-type]
     on_host._interpreter = Interpreter(PandasColumns(), on_host._failed)
     on_host.install()
