@@ -8,18 +8,18 @@ never wait. A request is admitted
 
 1. if there is room for it, and, for a fetch, if no other request is older (otherwise an endless series of
    fetches could starve it), or
-2. if nothing is running, whatever it needs, except tasks that wait for something themselves, or
+2. if nothing is running, whatever it needs, except tasks that wait for the cluster themselves, or
 3. if it has been the oldest request for ``ADMISSION_PATIENCE_S``, with or without room.
 
-A request waits because running ones may free memory. A task that waits for a result, an event or a lock does
-not, and may wait for the very task that waits here, which Dask would have started. So it does not count (see
-``worker/tasks.py``). It keeps its reservation, and counts again when it goes on.
+A request waits because running ones may free memory. A task that waits for a result, an event or a lock of
+Dask does not, and may wait for the very task that waits here, which Dask would have started. So it does not
+count (see ``worker/tasks.py``). It keeps its reservation, and counts again when it goes on.
 
 No request waits forever. Requests wait in order of arrival. While the oldest one waits, either nothing is
 running, and rule 2 admits it at its next retry, or its time runs out, and rule 3 does. It retries whenever a
 running request leaves, and at least every ``RETRY_INTERVAL_S`` seconds. Then the next request is the oldest.
 So the k-th request in the queue is admitted after at most k times the patience, whatever the running tasks
-do: they may wait for each other (through an Event, a Queue, a Lock, NCCL), and a peer that data are sent to
+do: they may wait for each other (through threads, files, NCCL), and a peer that data are sent to
 may be stopped. Without rule 3 there are deadlocks: if two tasks wait for each other, one may run while the
 other waits here for it to end.
 
@@ -132,15 +132,15 @@ class Admission:
         request: MemoryRequest,
         fits: bool,
         now: float,
-        is_idle: Callable[[MemoryRequest], bool] = lambda _: False,
+        waits: Callable[[MemoryRequest], bool] = lambda _: False,
     ) -> bool:
         """Admit a request, or queue it for a later retry; return whether it is admitted.
 
         ``fits``: whether there is room for it.
-        ``is_idle``: returns whether a running request waits for something itself.
+        ``waits``: returns whether a running request waits for something itself.
         """
         if not (fits and self._may_pass(request)) and self._running:
-            if self.first in (None, request) and all([is_idle(other) for other in self._running]):
+            if self.first in (None, request) and all([waits(other) for other in self._running]):
                 self.past_idle += 1
             elif self._is_overdue(request, now):
                 self.overdue += 1
@@ -190,7 +190,7 @@ class AdmissionQueue:
     """Queue the memory requests of a worker, by the rules of :class:`Admission`. On the event loop.
 
     ``has_seceded``: returns whether a task has seceded, or is no longer known.
-    ``is_idle``: returns whether a running task has been waiting for something.
+    ``waits_for_cluster``: returns whether a running task is in a call of Dask that waits for the cluster.
     """
 
     def __init__(
@@ -198,10 +198,10 @@ class AdmissionQueue:
         has_seceded: Callable[[Key], bool],
         reservations: Reservations,
         metrics: Metrics,
-        is_idle: Callable[[Key], bool] = lambda key: False,
+        waits_for_cluster: Callable[[Key], bool] = lambda key: False,
     ) -> None:
         self._has_seceded = has_seceded
-        self._is_idle = is_idle
+        self._waits_for_cluster = waits_for_cluster
         self._reservations = reservations
         self._metrics = metrics
         self._line: WaitLine[MemoryRequest] = WaitLine("memory", metrics.lines)
@@ -255,7 +255,7 @@ class AdmissionQueue:
         return admitted
 
     def _waits(self, request: MemoryRequest) -> bool:
-        return request.kind == TASK and self._is_idle(request.key)
+        return request.kind == TASK and self._waits_for_cluster(request.key)
 
     def leave(self, request: MemoryRequest) -> None:
         """Release the memory of a request that is done or withdrawn."""

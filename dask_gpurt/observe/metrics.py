@@ -223,7 +223,7 @@ METRICS: Mapping[str, Metric] = {
         _counter("memory.waits.overdue", "tasks and fetches that started without room after they had waited"),
         _counter(
             "memory.waits.past-idle",
-            "tasks and fetches that started without room, since all running tasks waited for something",
+            "tasks and fetches that started without room, since all running tasks waited for the cluster",
         ),
         _counter("memory.retries", "tasks that ran out of memory and were retried"),
         _counter("memory.short", "requests of the device's allocator for room"),

@@ -154,7 +154,7 @@ def _await(mine: str, other: str) -> bool:
 
 
 def test_a_task_that_waits_for_another_does_not_keep_it_from_starting(two_threads: Client) -> None:
-    """As soon as it is found to wait, not when the patience has run out."""
+    """At once, since it waits in a call of Dask, and not when the patience has run out."""
     two_threads.submit(wide, key="await-0").result()  # teaches the prefix's needs
     pair = [("one", "two"), ("two", "one")]
     both = [two_threads.submit(_await, *names, key=f"await-{i}") for i, names in enumerate(pair, 1)]
