@@ -40,8 +40,8 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.common.peaks import PeakMemory, take_peaks
-from dask_gpurt.cli.environment import environment
 
 OURS = "gpurt"
 METHODS = (OURS, "p2p", "p2p-memory", "tasks")

@@ -29,12 +29,12 @@ import click
 import dask
 
 from benchmarks.common.commandline import in_bytes, write
+from benchmarks.common.environment import environment
 from benchmarks.common.processes import GRACE, Child, say
 from benchmarks.exchange.figures import compare, print_summary, summarise
 from benchmarks.exchange.legs import LEGS
 from benchmarks.exchange.sides import Plan
 from dask_gpurt.cli.cluster import choose_backend, default_workers
-from dask_gpurt.cli.environment import environment
 
 
 def measure(plan: Plan, sides: Sequence[str], deadline: float) -> dict[str, Any]:

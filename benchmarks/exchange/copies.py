@@ -26,8 +26,8 @@ from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from benchmarks.tpch.figures import rounded, spread
-from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.copies import Copy
 
 Start = Callable[[Sequence[Copy], Any], None]

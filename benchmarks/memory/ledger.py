@@ -31,8 +31,8 @@ from distributed.protocol.core import dumps, loads
 
 import dask_gpurt
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from benchmarks.memory.ledger_workers import CELLS, Truth, change, run, schedule, send
-from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import KINDS, PARTITIONS, ClusterMemory, Ledger, Tier
 
 SPAWN = get_context("spawn")

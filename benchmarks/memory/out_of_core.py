@@ -32,6 +32,7 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.common.peaks import PeakMemory, take_peaks
 from benchmarks.common.rows import check, fingerprint
 from benchmarks.common.samples import Samples, take_samples, take_tasks
@@ -39,7 +40,6 @@ from benchmarks.common.stalls import LoopStalls, take_stacks, take_stalls
 from benchmarks.memory.out_of_core_figures import Run, print_summary, summarise
 from benchmarks.memory.out_of_core_work import OPERATIONS, expected
 from dask_gpurt.cli.cluster import choose_backend
-from dask_gpurt.cli.environment import environment
 
 CONTENDERS = ("gpurt", "tasks", "p2p")
 #: With ``--warm``, one part in this many of the data is run first.

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.commandline import write
-from dask_gpurt.cli.environment import environment
+from benchmarks.common.environment import environment
 from dask_gpurt.device.base import files_of
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier

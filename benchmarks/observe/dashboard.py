@@ -25,7 +25,7 @@ import numpy as np
 from distributed.protocol.core import dumps, loads
 
 from benchmarks.common.commandline import write
-from dask_gpurt.cli.environment import environment
+from benchmarks.common.environment import environment
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, ClusterMemory, Label, Ledger, Tier
 from dask_gpurt.monitor.dashboard.collector import MAX_SHARE, SAMPLE_INTERVAL_S, Collector
 from dask_gpurt.monitor.dashboard.page import INTERVAL_S, drawn

@@ -21,8 +21,8 @@ from prometheus_client import generate_latest
 
 import dask_gpurt
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from dask_gpurt.cli.cluster import local_cluster
-from dask_gpurt.cli.environment import environment
 
 
 def figure(repeat: int) -> dict[str, Any]:

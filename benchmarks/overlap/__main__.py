@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.commandline import in_bytes, split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.common.processes import GRACE, Child, say
 from benchmarks.overlap.collectives import CELLS, collectives_part
 from benchmarks.overlap.figures import Round, figures, plot, print_cells
@@ -42,7 +43,6 @@ from benchmarks.overlap.plan import MODES, Plan
 from benchmarks.overlap.workers import workers_part
 from benchmarks.overlap.workloads import NAMES
 from dask_gpurt.cli.cluster import choose_backend, default_workers
-from dask_gpurt.cli.environment import environment
 
 PARTS = ("collectives", "workers", "pipeline")
 #: Default of ``--timeouts``: seconds for each part.

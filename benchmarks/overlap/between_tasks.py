@@ -47,8 +47,8 @@ from rich.table import Table
 import dask_gpurt
 from benchmarks.common.budget import Step, TaskLog, take_log
 from benchmarks.common.commandline import split_list, write
+from benchmarks.common.environment import environment
 from dask_gpurt.cli.cluster import local_cluster
-from dask_gpurt.cli.environment import environment
 
 #: Columns and rows of a frame.
 COLUMNS, ROWS = 16, 10

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.commandline import split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.common.processes import Barrier, Child, one_of_each, say
-from dask_gpurt.cli.environment import environment
 
 #: Average rows per key in the larger side of a join.
 ALIKE = 8

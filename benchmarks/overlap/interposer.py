@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from benchmarks.common.commandline import write
-from dask_gpurt.cli.environment import environment
+from benchmarks.common.environment import environment
 from tests.helpers.interposers import build_launcher
 
 #: The targets, in nanoseconds added to a launch.

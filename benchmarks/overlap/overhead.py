@@ -42,9 +42,9 @@ from rich.table import Table
 
 import dask_gpurt
 from benchmarks.common.commandline import split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.overlap.between_tasks import make_frame, pass_on, ratio, ready
 from dask_gpurt.cli.cluster import local_cluster
-from dask_gpurt.cli.environment import environment
 
 WORKERS = 2
 #: Tasks per chain.

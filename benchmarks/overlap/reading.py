@@ -38,10 +38,10 @@ from rich.table import Table
 
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, write
+from benchmarks.common.environment import environment
 from benchmarks.common.processes import say
 from benchmarks.tpch.figures import spread
 from dask_gpurt.cli.cluster import local_cluster
-from dask_gpurt.cli.environment import environment
 
 #: Rows of ``facts`` per row of ``keys``.
 FACTS_PER_KEY = 8

@@ -31,9 +31,10 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.common.peaks import PeakMemory, take_peaks
 from dask_gpurt.cli.cluster import local_cluster, rmm_pool_option
-from dask_gpurt.cli.environment import environment, installed_versions
+from dask_gpurt.cli.doctor import installed_versions
 from examples import flights, near_duplicates, xgboost_training
 
 WORKERS, PARTS, ORDERS_PARTS = 2, 8, 16

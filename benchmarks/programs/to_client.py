@@ -32,9 +32,9 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from benchmarks.common.processes import SPAWN
 from dask_gpurt.cli.cluster import local_cluster
-from dask_gpurt.cli.environment import environment
 
 WORKERS, PARTS = 2, 8
 RUNTIME, TASKS = "runtime", "tasks"

@@ -19,9 +19,9 @@ import click
 import numpy as np
 
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from benchmarks.qualify.measure import WORKERS, Run, measure
 from benchmarks.qualify.programs import PROGRAMS
-from dask_gpurt.cli.environment import environment
 
 
 @click.command()

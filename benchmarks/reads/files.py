@@ -21,8 +21,8 @@ import s3fs
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from benchmarks.reads.passes import requests, store
-from dask_gpurt.cli.environment import environment
 from dask_gpurt.dask_hooks.parquet_files import _OfTables
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads.caches import RangeCache

@@ -27,9 +27,9 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from benchmarks.tpch.queries import QUERIES
 from benchmarks.tpch.tables import TABLES
-from dask_gpurt.cli.environment import environment
 
 WHAT = (
     "passes over tables in an object store: without the cache, with an empty one, and with what that has "

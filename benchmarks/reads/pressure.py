@@ -30,10 +30,10 @@ from distributed import Client
 
 import dask_gpurt
 from benchmarks.common.commandline import write as write_results
+from benchmarks.common.environment import environment
 from benchmarks.reads.columns import POOL, TIER
 from benchmarks.reads.passes import forget
 from benchmarks.reads.tier import SIDES, use
-from dask_gpurt.cli.environment import environment
 
 WHAT = (
     "seconds of programs that need the memory of a GPU, in turns right after kept columns filled it, with a "

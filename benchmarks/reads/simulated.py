@@ -27,11 +27,11 @@ from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from benchmarks.common.commandline import split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.simulate import Simulation, Work, Workload, build_cluster
 from benchmarks.simulate.sides import charged
 from benchmarks.simulate.worker import TieredWorker
 from benchmarks.simulate.workloads import MIN_TASK_S, READ_BANDWIDTH, Graph, Scale, _reduce, varied
-from dask_gpurt.cli.environment import environment
 from dask_gpurt.scheduler.read_places import ReadPlaces
 
 #: Bytes per second that a worker gets from the store, and the ratio of rows in memory and in files.

@@ -23,11 +23,11 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from benchmarks.common.commandline import split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.reads.passes import forget
 from benchmarks.tpch.queries import QUERIES
 from benchmarks.tpch.tables import ParquetTables
 from benchmarks.two_hosts.session import _same
-from dask_gpurt.cli.environment import environment
 
 WHAT = (
     "passes of TPC-H in one session whose columns do not fit into what the device tier has left, by what "

@@ -27,6 +27,7 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.common.links import link_limit
 from benchmarks.common.moved import moved
 from benchmarks.common.peaks import PeakMemory, take_peaks
@@ -44,7 +45,6 @@ from benchmarks.common.rows import (
 )
 from benchmarks.shuffle.figures import Run, print_summary, summarise, warm_seconds
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
-from dask_gpurt.cli.environment import environment
 from dask_gpurt.tools.demo.command import METHODS, exchange_bytes, speedups
 
 #: The runtime's method.

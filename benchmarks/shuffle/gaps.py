@@ -47,9 +47,9 @@ from rich.table import Table
 
 import dask_gpurt
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from benchmarks.common.stalls import Watchdog, arm, signalled_stacks
 from benchmarks.common.waiting import describe_scheduler, describe_worker, thread_stacks
-from dask_gpurt.cli.environment import environment
 
 SWITCHES = ("config", "preload", "enable", "off")
 HOOK = "dask_gpurt.preload"

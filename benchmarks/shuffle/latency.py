@@ -39,9 +39,9 @@ from rich.table import Table
 import dask_gpurt
 from benchmarks.common import counts
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from benchmarks.common.rows import check, fingerprints, make_random, totals
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
-from dask_gpurt.cli.environment import environment
 
 #: Prefixes of task names, by phase of a shuffle.
 PHASES = {

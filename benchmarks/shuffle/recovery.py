@@ -31,9 +31,9 @@ from rich.table import Table
 
 import dask_gpurt
 from benchmarks.common.commandline import split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.common.rows import fingerprints, make_random, totals
 from dask_gpurt.cli.cluster import local_cluster
-from dask_gpurt.cli.environment import environment
 
 METHODS = ("gpurt", "p2p", "tasks")
 #: Runs without a loss: with one worker less, and with all of them.

@@ -30,9 +30,9 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, write
+from benchmarks.common.environment import environment
 from benchmarks.common.rows import ROW_BYTES, make_random
 from dask_gpurt.cli.cluster import default_workers, local_cluster
-from dask_gpurt.cli.environment import environment
 from dask_gpurt.client.traces import Collector
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.recording import Recording

@@ -27,6 +27,7 @@ from dask._task_spec import Task, TaskRef
 from distributed import Client, LocalCluster, wait
 
 from benchmarks.common.commandline import write
+from benchmarks.common.environment import environment
 from benchmarks.simulate import (
     WORKLOADS,
     Capacity,
@@ -39,7 +40,6 @@ from benchmarks.simulate import (
 )
 from benchmarks.simulate.links import Link, Place, Speed
 from benchmarks.simulate.workloads import Scale
-from dask_gpurt.cli.environment import environment
 
 #: Bytes of the transfers that measure the speed.
 PROBE = 40_000_000

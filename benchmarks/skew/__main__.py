@@ -31,12 +31,12 @@ from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.skew.clusters import CONTENDERS, OURS, UNBALANCED, Plan, clusters, require
 from benchmarks.skew.contest import YARDSTICKS, Contest, in_order
 from benchmarks.skew.figures import WIDTH, figures, table
 from benchmarks.skew.frames import Size
 from dask_gpurt.cli.cluster import choose_backend, default_workers
-from dask_gpurt.cli.environment import environment
 
 #: Default partitions of each frame per worker: enough to move a busy worker's outputs in small pieces.
 PARTITIONS_PER_WORKER = 8

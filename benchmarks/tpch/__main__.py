@@ -22,8 +22,9 @@ from typing import Any
 import click
 from rich.console import Console
 
+from benchmarks.common.environment import environment
 from dask_gpurt.cli.cluster import choose_backend, default_workers
-from dask_gpurt.cli.environment import environment, installed_versions
+from dask_gpurt.cli.doctor import installed_versions
 
 from ..common.commandline import split_list, write
 from ..common.processes import Child

@@ -47,7 +47,7 @@ from distributed import Client, wait
 from distributed.metrics import time
 from rich.console import Console
 
-from dask_gpurt.cli.environment import environment
+from benchmarks.common.environment import environment
 from dask_gpurt.device import Streams
 from dask_gpurt.overlap import Caps
 from dask_gpurt.overlap.table import TableError, path_of, read

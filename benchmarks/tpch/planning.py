@@ -26,7 +26,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dask_gpurt.cli.environment import environment
+from benchmarks.common.environment import environment
 from dask_gpurt.client.planning.store import Store
 
 from ..common.commandline import write

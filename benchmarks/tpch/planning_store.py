@@ -28,7 +28,7 @@ import click
 import dask
 from rich.console import Console
 
-from dask_gpurt.cli.environment import environment
+from benchmarks.common.environment import environment
 from dask_gpurt.client.planning import PlanningCache
 from dask_gpurt.client.planning.store import Store
 from dask_gpurt.observe import Metrics

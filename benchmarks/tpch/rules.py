@@ -27,8 +27,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.environment import environment
 from dask_gpurt.cli.cluster import default_workers
-from dask_gpurt.cli.environment import environment
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.session import SESSIONS
 from dask_gpurt.dask_hooks.planning import name_of

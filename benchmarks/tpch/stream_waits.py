@@ -26,7 +26,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dask_gpurt.cli.environment import environment
+from benchmarks.common.environment import environment
 
 from ..common.commandline import write
 from .contenders import GPURT, ClusterOptions, start

@@ -26,8 +26,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.environment import environment
 from dask_gpurt.cli.cluster import default_workers
-from dask_gpurt.cli.environment import environment
 from dask_gpurt.client.explain.plan import Explanation, explain_plan
 from dask_gpurt.client.planning.cache import Planned
 from dask_gpurt.client.planning.rules.dependence import columns_of_result

@@ -33,12 +33,12 @@ from distributed import Client
 
 import dask_gpurt
 from benchmarks.common.commandline import split_list, write
+from benchmarks.common.environment import environment
 from benchmarks.reads.passes import StoredTables, forget, read_bytes
 from benchmarks.tpch.queries import QUERIES
 from benchmarks.two_hosts.hosts import Host
 from benchmarks.two_hosts.servers import link_bytes, servers
 from benchmarks.two_hosts.star import make_star
-from dask_gpurt.cli.environment import environment
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {"gpurt.cache": "off"},

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend, local_cluster
-from dask_gpurt.cli.environment import installed_versions
+from dask_gpurt.cli.doctor import installed_versions
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device.discover import gpu_count
 from dask_gpurt.overlap import Caps

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
@@ -22,7 +24,6 @@ from rich.table import Table
 import dask_gpurt
 from dask_gpurt import config, dask_hooks
 from dask_gpurt.cli.cluster import connected
-from dask_gpurt.cli.environment import versions
 from dask_gpurt.config import HOOK, HOOKED, preloads
 from dask_gpurt.device.discover import cuda_missing, discover
 from dask_gpurt.device.host import SHM
@@ -171,7 +172,11 @@ def examine(client: Client | None = None) -> dict[str, Any]:
     """
     cluster = None if client is None else _examine_cluster(client)
     settings, machine = _examine_settings(client), _examine_machine()
-    installed = versions(PACKAGES, own="dask_gpurt")
+    installed = {
+        "python": platform.python_version(),
+        "dask_gpurt": dask_gpurt.__version__,
+        **installed_versions(PACKAGES),
+    }
     runs = cluster["enabled"] if cluster else settings["enabled"]
     settings["enabled"] |= bool(runs) and settings["follows"]
     # The cluster's setting decides on p2p, the client's on tasks.
@@ -291,6 +296,23 @@ def _examine_cluster(client: Client) -> dict[str, Any]:
         "departed": [str(gone) for gone in found.departed],
         "errors": {address: reply.error for address, reply in workers.items() if reply.error is not None},
     }
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the installed ones of the given packages.
+
+    ``packages``: names of packages, without the CUDA suffix of RAPIDS wheels.
+    """
+    found = {}
+    for package in packages:
+        # RAPIDS wheels have the CUDA version in their name.
+        for name in (package, f"{package}-cu13", f"{package}-cu12"):
+            try:
+                found[package] = version(name)
+                break
+            except PackageNotFoundError:
+                continue
+    return found
 
 
 def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:

@@ -139,8 +139,8 @@ def test_settings_without_effect_are_told_and_no_failure(settings: dict[str, Any
 
 
 def test_the_doctor_warns_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"dask": "2026.1.0", "dask_gpurt": "0.1.0", "dask-cuda": "26.10.0"}
-    monkeypatch.setattr(module, "versions", lambda packages, own: installed)
+    installed = {"dask": "2026.1.0", "dask-cuda": "26.10.0"}
+    monkeypatch.setattr(module, "installed_versions", lambda packages: installed)
     monkeypatch.setattr(sys, "version_info", (3, 11, 7))
     notes = "\n".join(examine()["notes"])
     assert "Dask 2026.1.0 is outside the tested range" in notes

@@ -74,8 +74,6 @@ def test_demo_checks_every_result_and_times_every_method(results: dict[str, Any]
     assert all(each.get(path, 0) > 0 for each in moved), (moved, results["paths"])
     assert {path} <= {link["path"] for link in results["paths"]} | {"local"}
     assert set(results["speedups"]) == set(methods) - {"gpurt"}
-    assert results["versions"]["dask"]
-    assert results["hardware"]["cores"] >= 1
 
 
 def test_demo_ends_with_a_table(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

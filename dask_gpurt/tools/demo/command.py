@@ -28,7 +28,6 @@ from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster, progress, rmm_pool_option
-from dask_gpurt.cli.environment import environment
 from dask_gpurt.tools.demo.flights import (
     OPERATIONS,
     DemoOperation,
@@ -132,7 +131,6 @@ def demo(
         "spilled": spilled,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "elapsed": time.perf_counter() - started,
-        **environment(),
     }
     if as_json:
         click.echo(json.dumps(results))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import psutil
 from distributed.diagnostics import nvml
 
 import dask_gpurt
+from dask_gpurt.cli.doctor import installed_versions
 
 PACKAGES = ("dask", "distributed", "pandas", "numpy", "pyarrow", "dask-cudf", "cudf", "rmm", "ucxx")
 
@@ -23,7 +22,11 @@ def environment() -> dict[str, Any]:
     Returns ``versions`` by package name and ``hardware`` (CPU, cores, memory, GPUs).
     """
     return {
-        "versions": versions(PACKAGES, own="dask-gpurt"),
+        "versions": {
+            "python": platform.python_version(),
+            "dask-gpurt": dask_gpurt.__version__,
+            **installed_versions(PACKAGES),
+        },
         "hardware": {
             "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -31,36 +34,6 @@ def environment() -> dict[str, Any]:
             "gpus": _gpu_names(),
         },
     }
-
-
-def versions(packages: Iterable[str], own: str) -> dict[str, str]:
-    """Return the versions of Python, of this package, and of the installed ones of the given packages.
-
-    ``packages``: names of packages, without the CUDA suffix of RAPIDS wheels.
-    ``own``: the key for this package.
-    """
-    return {
-        "python": platform.python_version(),
-        own: dask_gpurt.__version__,
-        **installed_versions(packages),
-    }
-
-
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the installed ones of the given packages.
-
-    ``packages``: names of packages, without the CUDA suffix of RAPIDS wheels.
-    """
-    found = {}
-    for package in packages:
-        # RAPIDS wheels have the CUDA version in their name.
-        for name in (package, f"{package}-cu13", f"{package}-cu12"):
-            try:
-                found[package] = version(name)
-                break
-            except PackageNotFoundError:
-                continue
-    return found
 
 
 def _cpu_model() -> str:
