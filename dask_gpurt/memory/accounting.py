@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
-from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -187,10 +186,8 @@ def _buffer_root(buffer: Any) -> tuple[int, int]:
 
 # ---- Python objects in arrays: their size is estimated from a sample, on the event loop ----
 
-#: Cells sampled to count distinct objects, and objects sampled to measure their size.
+#: Cells sampled to count distinct objects, and the most objects sampled to measure their size.
 _CELLS, _OBJECTS = 512, 64
-#: Elements of a container that are sampled, and the depth to which containers are followed.
-_ELEMENTS, _DEPTH = 4, 4
 #: Fixed pseudo-random offsets of positions within their strides.
 _JITTER = np.random.default_rng(0).permutation(_CELLS)
 
@@ -198,15 +195,14 @@ _JITTER = np.random.default_rng(0).permutation(_CELLS)
 def sizeof_objects(array: np.ndarray) -> int:
     """Estimate the bytes of the distinct objects in an array, excluding the array itself.
 
-    Deterministic. Takes about 0.2 ms for strings.
+    Takes about 0.2 ms for strings.
     """
-    cells = array.flat[_spread(array.size, _CELLS)].tolist()
+    cells = array.flat[_spread(array.size)].tolist()
     counts = Counter(map(id, cells))
-    objects = {id(cell): cell for cell in cells}
-    once = [objects[key] for key, count in counts.items() if count == 1]
-    often = [objects[key] for key, count in counts.items() if count > 1]
-    others = _unseen(array.size, counts)
-    return round(_mean(often) * len(often) + _mean(once) * (len(once) + others))
+    objects = list({id(cell): cell for cell in cells}.values())
+    chosen = objects[:: len(objects) // _OBJECTS + 1]
+    mean: float = sum(map(sizeof, chosen)) / max(1, len(chosen))
+    return round(mean * (len(objects) + _unseen(array.size, counts)))
 
 
 def _unseen(size: int, counts: Counter[int]) -> float:
@@ -221,35 +217,11 @@ def _unseen(size: int, counts: Counter[int]) -> float:
     return min(most, once * once / (2 * twice)) if twice else most
 
 
-def _mean(objects: Sequence[Any]) -> float:
-    chosen = [objects[at] for at in _spread(len(objects), _OBJECTS)]
-    return sum(map(_sizeof, chosen)) / len(chosen) if chosen else 0.0
-
-
-def _spread(size: int, most: int) -> np.ndarray:
-    """Return positions across a sequence, one in each stride, at irregular distances."""
-    if size <= most:
+def _spread(size: int) -> np.ndarray:
+    """Return positions in a sequence for a sample, one in each stride, at irregular distances."""
+    if size <= _CELLS:
         return np.arange(size)
-    edges = np.arange(most) * size // most
-    return edges + _JITTER[:most] * (size // most) // len(_JITTER)
-
-
-def _sizeof(value: Any, depth: int = _DEPTH) -> float:
-    """Estimate the bytes of an object and its elements."""
-    if isinstance(value, (str, bytes, bytearray)):
-        return sys.getsizeof(value)
-    if isinstance(value, np.ndarray):
-        return sys.getsizeof(value) + (0 if value.base is None else value.nbytes)
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        return sys.getsizeof(value) + (_sizeof_elements(value, depth - 1) if depth else 0)
-    return float(sizeof(value))
-
-
-def _sizeof_elements(value: Any, depth: int) -> float:
-    cells = chain.from_iterable(value.items()) if isinstance(value, dict) else value
-    count = len(value) * (2 if isinstance(value, dict) else 1)
-    chosen = list(islice(cells, None, None, count // _ELEMENTS | 1))  # odd: samples keys and values
-    return sum(_sizeof(each, depth) for each in chosen) * count / max(1, len(chosen))
+    return np.arange(_CELLS) * size // _CELLS + _JITTER * (size // _CELLS) // _CELLS
 
 
 # ---- accounts ------------------------------------------------------------------------
