@@ -81,7 +81,7 @@ class Collector(SchedulerPlugin):
     def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
         """Handle the removal of a worker."""
         self.sampler.shuffles.removed(worker)
-        self.sampler.traffic.left(worker)
+        self.sampler.traffic.forget(worker)
 
     def restart(self, scheduler: SchedulerServer) -> None:
         """Handle a restart, which forgets all tasks."""

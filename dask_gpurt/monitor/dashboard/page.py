@@ -23,7 +23,7 @@ from distributed.http.utils import RequestHandler
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.http import menu_of
 from dask_gpurt.monitor.dashboard.collector import Collector
-from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, UNSPILLED, Level, Sampler, WorkerSample
+from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, UNSPILLED, Sampler, WorkerSample
 from dask_gpurt.observe import MethodChoice
 from dask_gpurt.observe.metrics import SHOWN
 
@@ -123,38 +123,29 @@ def _workers(collector: Collector, named: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _fullness(worker: WorkerSample) -> float:
-    """Return the fraction used of a worker's fullest tier; -1 for a worker that has left, to sort it last."""
-    return -1.0 if worker.gone_at is not None else max(map(_share, worker.levels.values()), default=0.0)
-
-
-def _share(level: Level) -> float:
-    return level.used / max(1, level.capacity)
+    """Return the fraction used of a worker's fullest tier."""
+    return max((level.used / max(1, level.capacity) for level in worker.levels.values()), default=0.0)
 
 
 def _traffic(sampler: Sampler, named: Mapping[str, str]) -> dict[str, Any]:
     """Return the bytes from each end to each other."""
-    traffic = sampler.traffic
     flows = [
         (
             named.get(source, source),
             named.get(target, target),
-            {"bytes": flow.nbytes, "paths": flow.by_path, "copied": flow.bandwidth},
+            {"bytes": flow.by_path.total(), "paths": flow.by_path, "copied": flow.bandwidth},
         )
-        for source, target, flow in traffic.flows()
+        for (source, target), flow in sampler.traffic.flows.items()
     ]
-    return {"ends": [named.get(end, end) for end in traffic.ends], "flows": flows}
+    return {"ends": [named.get(end, end) for end in sampler.traffic.ends], "flows": flows}
 
 
 def labels(workers: Mapping[str, WorkerSample]) -> dict[str, str]:
     """Return a unique label for each worker, by address."""
-    plain = {
-        address: worker.name if worker.gone_at is None else f"{worker.name} (gone)"
-        for address, worker in workers.items()
-    }
-    count = Counter(plain.values())
+    count = Counter(worker.name for worker in workers.values())
     return {
-        address: label if count[label] == 1 else f"{label} {address.rpartition('/')[2]}"
-        for address, label in plain.items()
+        address: worker.name if count[worker.name] == 1 else f"{worker.name} {address.rpartition('/')[2]}"
+        for address, worker in workers.items()
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,8 +16,6 @@ from dask_gpurt.memory.ledger import Tier
 from dask_gpurt.monitor.dashboard.shuffles import ShuffleLog
 from dask_gpurt.observe.metrics import SHOWN
 
-#: Maximum number of workers that have left whose history is kept; the earliest are dropped first.
-MAX_GONE = 32
 #: The name of the sum over all workers in histories.
 ALL = "(all workers)"
 #: Directions of moves between tiers, in histories of rates.
@@ -45,13 +43,11 @@ class WorkerSample:
     """Hold the latest state of a worker.
 
     ``levels``: levels by display name of the tier, without tiers that the worker does not have.
-    ``gone_at``: when it left, in seconds since the epoch; None for a current worker.
     ``moved``: total bytes spilled and unspilled, by direction.
     """
 
     name: str
     levels: dict[str, Level] = field(default_factory=dict)
-    gone_at: float | None = None
     moved: dict[str, float] = field(default_factory=dict)
 
 
@@ -60,14 +56,14 @@ class Sampler:
 
     ``used``: bytes by worker and tier; :data:`ALL` has the sums.
     ``rates``: bytes per second by worker and direction, :data:`SPILLED` or :data:`UNSPILLED`.
-    ``workers``: the latest state of each worker by address, including workers that have left.
+    ``workers``: the latest state of each worker by address. One that leaves is forgotten, except in sums.
     ``shuffles``, ``traffic``: data from events between samples.
     """
 
     def __init__(self) -> None:
         self.used: History[tuple[str, str]] = History()
         self.rates: History[tuple[str, str]] = History()
-        self.workers: OrderedDict[str, WorkerSample] = OrderedDict()
+        self.workers: dict[str, WorkerSample] = {}
         self.shuffles = ShuffleLog()
         self.traffic = TrafficMatrix()
         self.at: float | None = None
@@ -88,25 +84,18 @@ class Sampler:
         ``tiers``: the rows of :func:`~dask_gpurt.observe.metrics.shown_tiers` for all workers.
         ``progress``: the last :mod:`report <dask_gpurt.worker.reports>` by address.
         """
-        self._record_workers(at, names)
+        self._record_workers(names)
         self._sample_tiers(at, tiers)
         self._sample_progress(at, progress)
         self.at = at
 
-    def _record_workers(self, at: float, names: Mapping[str, str]) -> None:
-        for address, name in names.items():
-            known = self.workers.get(address)
-            if known is None or known.gone_at is not None:  # a new worker may reuse an address
-                self.workers[address] = WorkerSample(name)
-        for address, worker in self.workers.items():
-            if address not in names and worker.gone_at is None:
-                worker.gone_at = at
-        gone = [address for address, worker in self.workers.items() if worker.gone_at is not None]
-        gone.sort(key=lambda address: self.workers[address].gone_at or 0.0)
-        for address in gone[: max(0, len(gone) - MAX_GONE)]:
+    def _record_workers(self, names: Mapping[str, str]) -> None:
+        for address in self.workers.keys() - names.keys():
             del self.workers[address]
             self.used.forget([(address, tier) for tier in SHOWN])
             self.rates.forget([(address, direction) for direction in (SPILLED, UNSPILLED)])
+        for address, name in names.items():
+            self.workers.setdefault(address, WorkerSample(name))
 
     def _sample_tiers(self, at: float, rows: Iterable[Mapping[str, Any]]) -> None:
         values: dict[tuple[str, str], float] = {}
@@ -140,9 +129,8 @@ class Sampler:
             self.rates.add(at, values)
 
     def capacity(self, tier: str, worker: str = ALL) -> int:
-        """Return the capacity of a tier in bytes, of one worker or of all current workers."""
-        there = [known for known in self.workers.values() if known.gone_at is None]
-        counted = there if worker == ALL else [known for at, known in self.workers.items() if at == worker]
+        """Return the capacity of a tier in bytes, of one worker or of all."""
+        counted = [known for address, known in self.workers.items() if worker in (ALL, address)]
         return sum(known.levels[tier].capacity for known in counted if tier in known.levels)
 
     def moved(self, direction: str, worker: str = ALL) -> float:
@@ -168,12 +156,10 @@ class History(Generic[Name]):
     When there are too many points, pairs of neighbours are merged into one point with the later time and the
     larger value, which preserves peaks. From then on each point holds twice as many samples.
 
-    ``max_points``: maximum number of points, at least 2.
+    ``max_points``: the number of points at which they are merged, an even number.
     """
 
     def __init__(self, max_points: int = MAX_POINTS):
-        if max_points < 2:
-            raise ValueError(f"max_points={max_points}: expected at least 2")
         self._max_points = max_points
         self._times = array("d")
         self._values: dict[Name, array[float]] = {}
@@ -209,7 +195,7 @@ class History(Generic[Name]):
         else:
             self._append(at, values)
         self._in_last += 1
-        if len(self) > self._max_points:
+        if len(self) == self._max_points:
             self._thin_out()
 
     def _append(self, at: float, values: Mapping[Name, float]) -> None:
@@ -226,14 +212,11 @@ class History(Generic[Name]):
         return self._values[name]
 
     def _thin_out(self) -> None:
-        """Merge each pair of points; of an odd number, the last stays and takes more samples."""
-        odd = len(self) % 2
+        """Merge each pair of points; their number is even."""
         for name, column in self._values.items():
-            merged = array("d", map(_larger, column[::2], column[1::2]))
-            self._values[name] = merged + column[-odd:] if odd else merged
-        self._times = self._times[1::2] + (self._times[-odd:] if odd else array("d"))
-        if not odd:
-            self._in_last += self._samples_per_point
+            self._values[name] = array("d", map(_larger, column[::2], column[1::2]))
+        self._times = self._times[1::2]
+        self._in_last += self._samples_per_point
         self._samples_per_point *= 2
 
     def forget(self, names: Iterable[Name]) -> None:
@@ -254,21 +237,9 @@ class Flow:
     ``copied``, ``seconds``: bytes copied, and the seconds that took; shards read in place are not included.
     """
 
-    by_path: dict[str, int] = field(default_factory=dict)
+    by_path: Counter[str] = field(default_factory=Counter)
     copied: int = 0
     seconds: float = 0.0
-
-    def add(self, other: Flow) -> None:
-        """Add another flow."""
-        for path, nbytes in other.by_path.items():
-            self.by_path[path] = self.by_path.get(path, 0) + nbytes
-        self.copied += other.copied
-        self.seconds += other.seconds
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes over all paths."""
-        return sum(self.by_path.values())
 
     @property
     def bandwidth(self) -> float | None:
@@ -277,48 +248,31 @@ class Flow:
 
 
 class TrafficMatrix:
-    """Keep the flow between each pair of ends (workers or hosts), up to a number of ends."""
+    """Keep the flow between each pair of ends (workers or hosts).
 
-    def __init__(self, max_ends: int = MAX_ENDS) -> None:
-        self._max_ends = max_ends
-        #: Whether each end has left, in the order of their first transfers.
-        self._ends: dict[str, bool] = {}
-        self._flows: dict[tuple[str, str], Flow] = {}
+    ``ends``: in the order of their first transfers; those beyond ``MAX_ENDS`` are :data:`OTHERS`.
+    """
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+        self.flows: dict[tuple[str, str], Flow] = {}
 
     def add(self, source: str, target: str, path: str, nbytes: int, seconds: float) -> None:
         """Add completed transfers."""
-        flow = self._flows.setdefault((self._end(source), self._end(target)), Flow())
-        flow.add(Flow({path: nbytes}, nbytes if seconds > 0 else 0, seconds))
+        flow = self.flows.setdefault((self._end(source), self._end(target)), Flow())
+        flow.by_path[path] += nbytes
+        if seconds > 0:
+            flow.copied += nbytes
+            flow.seconds += seconds
 
     def _end(self, name: str) -> str:
-        if name not in self._ends and len(self._ends) >= self._max_ends and not self._make_room():
-            return OTHERS
-        self._ends[name] = False
+        if name not in self.ends:
+            name = name if len(self.ends) < MAX_ENDS else OTHERS
+            self.ends += [name] if name not in self.ends else []
         return name
 
-    def left(self, name: str) -> None:
-        """Mark a worker as left; it is merged into :data:`OTHERS` when its place is needed."""
-        if name in self._ends:
-            self._ends[name] = True
-
-    def _make_room(self) -> bool:
-        """Merge an end that has left into :data:`OTHERS`; return False if there is none."""
-        gone = next((end for end, has_left in self._ends.items() if has_left), None)
-        if gone is None:
-            return False
-        del self._ends[gone]
-        for pair in [pair for pair in self._flows if gone in pair]:
-            flow = self._flows.pop(pair)
-            source, target = (OTHERS if end == gone else end for end in pair)
-            self._flows.setdefault((source, target), Flow()).add(flow)
-        return True
-
-    @property
-    def ends(self) -> list[str]:
-        """Return the workers or hosts, in the order of their first transfers."""
-        beyond = any(OTHERS in pair for pair in self._flows)
-        return [*self._ends, *([OTHERS] if beyond else [])]
-
-    def flows(self) -> Iterable[tuple[str, str, Flow]]:
-        """Return source, target and flow of each pair with transfers."""
-        return [(source, target, flow) for (source, target), flow in self._flows.items()]
+    def forget(self, name: str) -> None:
+        """Drop a worker that has left, with its flows."""
+        if name in self.ends:
+            self.ends.remove(name)
+            self.flows = {pair: flow for pair, flow in self.flows.items() if name not in pair}

@@ -71,9 +71,9 @@ def test_of_many_workers_the_fullest_have_a_row() -> None:
     assert len(found["named"]) == 256
 
 
-def test_workers_of_one_name_are_told_apart_and_those_that_left_are_marked() -> None:
-    crew = [WorkerSample("a"), WorkerSample("a"), WorkerSample("b", gone_at=1.0)]
-    assert list(drawing(Collected(*crew))["workers"]["named"].values()) == ["a 0", "a 1", "b (gone)"]
+def test_workers_of_one_name_are_told_apart() -> None:
+    crew = [WorkerSample("a"), WorkerSample("a"), WorkerSample("b")]
+    assert list(drawing(Collected(*crew))["workers"]["named"].values()) == ["a 0", "a 1", "b"]
 
 
 # ---- traffic -------------------------------------------------------------------------------
