@@ -23,8 +23,6 @@ from tests.helpers.clusters import QUICK, assert_same_partitions, by_tasks, coun
 
 # ---- two hosts of one machine ----------------------------------------------------------------------
 
-__all__ = ["ADDRESSES", "host_of", "on_other_host", "two_hosts"]
-
 #: The scheduler's ports by protocol; the client, which is on neither host, uses the first one.
 PORTS = {"tcp": 8786, "ucx": 8788}
 #: UCX uses TCP over the link, within a host too: it takes two namespaces of one kernel for one host.
