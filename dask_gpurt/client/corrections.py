@@ -33,6 +33,7 @@ from dask.dataframe.dask_expr._shuffle import BaseSetIndexSortValues, ShuffleBas
 from dask.utils import M, is_series_like
 
 from dask_gpurt.client.chosen_rows import CHOICES
+from dask_gpurt.client.running_values import RUNNING
 from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
 from dask_gpurt.dask_hooks.planning import name_of, shuffled_by_index
 from dask_gpurt.dask_hooks.types import add_totals_before, convert_to_list
@@ -492,6 +493,7 @@ def _moves(expr: Any, since: Any = None) -> set[str]:
 #: What each corrects, by its name in Dask. Of several for one, the last one calls those before it.
 CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     *CHOICES,
+    *RUNNING,
     ("merge", _join_by_labels),
     ("_get_divisions", _see_all_partitions),
     ("GroupByReduction.chunk_kwargs", _drop_groups_of_nulls),

@@ -179,6 +179,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_groupby:_contains_index_name", "index_name by"),
         Seam(_EXPR + "_groupby:groupby_projection", "expr parent dependents"),
         Seam(_EXPR + "_groupby:GroupByCumulativeFinalizer._layer", "self"),
+        Seam(_EXPR + "_cumulative:CumulativeAggregations._lower", "self"),
         Seam(_EXPR + "_groupby:GroupByApply.need_to_shuffle", "self", bodies=("4a9105165193",)),
         Seam(_EXPR + "_groupby:GroupByApply._lower", "self"),
         Seam(_EXPR + "_expr:Expr._projection_columns", "self"),

@@ -705,6 +705,41 @@ def test_means_of_integers_do_not_wrap_around(name: str) -> None:
     assert_like_pandas(OF_MEANS[name], frame, 11, sort=True, rtol=1e-12)
 
 
+#: Running values of rows that a filter leaves in some partitions only, or of which one has no values.
+RUNNING: dict[str, Callable[[Any], Any]] = {
+    "numbers": lambda rows: rows[["j", "z"]],
+    "numbers that begin later": lambda rows: rows[["late", "j", "late"]],
+    "a column": lambda rows: rows.j,
+    "a column that begins later": lambda rows: rows.late,
+    "nullable numbers": lambda rows: rows[["masked", "j"]],
+}
+
+
+@pytest.mark.parametrize("skipna", [True, False])
+@pytest.mark.parametrize("kind", ["cumsum", "cumprod", "cummin", "cummax"])
+@pytest.mark.parametrize("name", RUNNING)
+def test_running_values_go_on_after_partitions_without_any(name: str, kind: str, skipna: bool) -> None:
+    x, numbers = LEFT.x, LEFT.j / 20
+    some = LEFT.assign(z=numbers.where(x % 9 > 0), late=numbers.where((x > 150) & (x % 7 > 0)))
+    some = some.assign(masked=some.j.where(x != 260).astype("Int64") % 2)
+    lazy = dd.from_pandas(some, npartitions=6, sort=False)
+
+    def program(rows: Any) -> Any:
+        return getattr(RUNNING[name](rows[(rows.x > 80) & ((rows.x < 210) | (rows.x > 280))]), kind)(
+            skipna=skipna
+        )
+
+    ours, wanted = program(lazy).compute(), program(some)
+    same: Any = pd.testing.assert_series_equal if wanted.ndim == 1 else pd.testing.assert_frame_equal
+    same(ours, wanted, rtol=1e-12)
+
+
+def test_running_texts_are_in_the_order_of_rows() -> None:
+    words = LEFT[["k"]].astype("str").iloc[:20]
+    found = dd.from_pandas(words, npartitions=4).k.cumsum().compute()
+    assert found.iloc[-1] == "".join(words.k)
+
+
 @pytest.mark.parametrize("method", ["nunique", "sum", "size", "first"])
 def test_groups_by_words_of_a_dictionary_are_there_once(method: str) -> None:
     words = pd.ArrowDtype(pa.dictionary(pa.int32(), pa.string()))
