@@ -370,14 +370,20 @@ def _sort_by_functions(
 
 
 def _repeat_no_words(original: Callable[..., Any], expr: Any) -> Any:
-    """Have groups by a dictionary of Arrow once where their keys are shuffled.
+    """Have groups by categories, or a dictionary of Arrow, once where their keys are shuffled.
 
-    To pandas each word of a dictionary is a group, with rows or without, and each partition has all words.
+    To pandas each word is a group, with rows or without. All are made before the shuffle, so that those which
+    come to a partition are those that belong there; Dask makes all of them again in each.
     """
     lowered = original(expr)
-    if type(lowered) is not ShuffleReduce or not is_dictionary(lowered._meta):
+    if type(lowered) is not ShuffleReduce:
         return lowered
-    return lowered.substitute_parameters({"aggregate": partial(aggregate_present, lowered.aggregate)})
+    if is_dictionary(lowered._meta):
+        return lowered.substitute_parameters({"aggregate": partial(aggregate_present, lowered.aggregate)})
+    options = lowered.aggregate_kwargs
+    if options.get("observed") is False and not isinstance(expr, NUnique):  # which makes those with rows only
+        return lowered.substitute_parameters({"aggregate_kwargs": {**options, "observed": True}})
+    return lowered
 
 
 def _name_values(original: Callable[..., Any], expr: Any) -> Any:

@@ -751,6 +751,20 @@ def test_groups_by_words_of_a_dictionary_are_there_once(method: str) -> None:
     same_rows(*(groups.rename("n").rename(index=str).reset_index() for groups in (ours, wanted)))
 
 
+@pytest.mark.parametrize("by", ["c", ["c", "k"], ["k", "c"]])
+@pytest.mark.parametrize("method", ["sum", "mean", "size", "std", "agg"])
+def test_groups_by_categories_are_there_once(by: Any, method: str) -> None:
+    """Those without rows too, of which no partition has one that is its own."""
+    words = pd.Categorical(LEFT.j.astype("str"), categories=[*map(str, range(30))])
+    frame = LEFT.assign(c=words, k=LEFT.k % 3)[["k", "c", "x"]]
+    given = {"arg": {"x": ["min", "count"]}} if method == "agg" else {}
+    lazy = dd.from_pandas(frame, npartitions=6).groupby(by, observed=False)
+    ours = getattr(lazy, method)(split_out=4, **given).compute()
+    wanted = getattr(frame.groupby(by, observed=False), method)(*given.values())
+    same: Any = pd.testing.assert_series_equal if wanted.ndim == 1 else pd.testing.assert_frame_equal
+    same(ours.sort_index(), wanted.sort_index(), rtol=1e-12)
+
+
 def test_a_condition_with_alternatives_stays_on_its_side_of_a_join() -> None:
     def program(rows: Any) -> Any:
         chosen = rows[((rows.k < 20) & (rows.j == 1)) | ((rows.k < 20) & (rows.j == 2))]
