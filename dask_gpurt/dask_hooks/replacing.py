@@ -76,7 +76,6 @@ def replace_planning(
             name_read, partial(token_of_read, original, facts_written)
         ),
         PLANNING["__init__"]: lambda original: partial(parquet_files.make_partition, original),
-        PLANNING["__getattr__"]: lambda original: partial(_operand_or, original),
         PLANNING["_divisions"]: lambda original: partial(_divisions_of_binary, original, is_described),
     }
     for seam in PLANNING.seams:
@@ -107,14 +106,6 @@ def observe_planning(patches: PatchSet, *, made: Replacement, optimise: Replacem
             PLANNING["optimize_until"]: lambda original: partial(optimise, original),
         }
     )
-
-
-def _operand_or(original: Callable[[Any, str], Any], expr: Any, name: str) -> Any:
-    """Return the operand of a name, for which Dask first looks up an attribute again, and fails again."""
-    parameters = type(expr)._parameters
-    if name in parameters and not name.startswith("_meta"):
-        return expr.operands[parameters.index(name)]
-    return original(expr, name)
 
 
 def _collection(original: Callable[[Any], Any], kind_of: Callable[[Any], Hashable | None], expr: Any) -> Any:

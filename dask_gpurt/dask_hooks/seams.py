@@ -266,7 +266,6 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "io.parquet:ReadParquet._meta", "self", bodies=("c6e1b938295f",)),
         Seam(_EXPR + "_expr:Expr.columns", "self", bodies=("c8f9f1bf54f2",)),
         Seam(_EXPR + "_expr:Expr.ndim", "self", bodies=("bb36e4651f03",)),
-        Seam("dask._expr:Expr.__getattr__", "self key", bodies=("91727423fe5f",)),
         Seam(_EXPR + "_collection:new_collection", "expr", bodies=("c36bbe3e051b",)),
         Seam(_EXPR + "_expr:Binop._divisions", "self", bodies=("a9807204db98",)),
         *(
@@ -300,6 +299,7 @@ PLANNING = SeamGroup(
 MAKING = SeamGroup(
     "making expressions",
     (
+        Seam("dask._expr:Expr.__getattr__", "self key", bodies=("91727423fe5f",)),
         Seam("dask._expr:Expr.__new__", "cls args _determ_token kwargs", bodies=("784f850bbfeb",)),
         Seam("dask._expr:Expr.__dask_tokenize__", "self", bodies=("0a8bf8f61961",)),
         Seam("dask._expr:_unpack_collections", "o"),
