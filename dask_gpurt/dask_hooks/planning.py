@@ -68,7 +68,8 @@ _CHOSEN = ("dataframe", "optimization", "annotations", "gpurt", "scheduler", "ex
 
 def name_of(expr: Expr) -> str:
     """Return the name of an expression. Expressions with equal names have equal results."""
-    return str(expr._name)
+    name: str = expr._name
+    return name
 
 
 def collection_of(expr: Expr) -> Any:
@@ -300,36 +301,40 @@ def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
 
 def rebuild_from(plan: Expr, change: Callable[[Expr, Expr], Expr]) -> Expr:
     """Rebuild a plan bottom up; the function takes each expression as it was and with replaced operands."""
-    changed: dict[str, Expr] = {}
+    changed: dict[str, Expr] = {}  # those that became others
     for expr in bottom_up(plan, _made_of):
-        changed[name_of(expr)] = change(expr, _with_changed(expr, changed))
-    return changed[name_of(plan)]
+        found = change(expr, _with_changed(expr, changed))
+        if found is not expr:
+            changed[name_of(expr)] = found
+    return changed.get(name_of(plan), plan)
 
 
 def bottom_up(plan: Expr, parts: Callable[[Any], Iterable[Expr]] = Expr.dependencies) -> Iterator[Any]:
     """Yield each expression of a plan once, after its parts, in an order that depends on the plan only."""
     seen: set[str] = set()
-    left = [plan]
+    left = [(plan, False)]
     while left:  # iterative: Dask computes plans that are too deep for Python's recursion limit
-        expr = left[-1]
-        needed = [each for each in parts(expr) if name_of(each) not in seen]
-        if needed:
-            left.extend(needed)
+        expr, is_next = left.pop()
+        if (name := name_of(expr)) in seen:
             continue
-        left.pop()
-        if name_of(expr) not in seen:
-            seen.add(name_of(expr))
+        if is_next:
+            seen.add(name)
             yield expr
+        else:
+            left.append((expr, True))
+            left += [(each, False) for each in parts(expr)]
 
 
-def _made_of(expr: Expr) -> Iterator[Expr]:
+def _made_of(expr: Expr) -> list[Expr]:
     if isinstance(expr, FusedIO):  # the read of single files is a part of it
-        return
+        return []
+    parts: list[Expr] = []
     for operand in expr.operands:
         if isinstance(operand, Expr):
-            yield operand
-        elif _is_group(operand):
-            yield from operand
+            parts.append(operand)
+        elif type(operand) is list and _is_group(operand):
+            parts += operand
+    return parts
 
 
 def _is_group(operand: Any) -> bool:
@@ -339,14 +344,17 @@ def _is_group(operand: Any) -> bool:
 
 def _with_changed(expr: Expr, changed: Mapping[str, Expr]) -> Expr:
     """Return an expression with its operands replaced; the same expression if none of them changed."""
-    if all(name_of(changed[name_of(each)]) == name_of(each) for each in _made_of(expr)):
+    if not changed:
+        return expr
+    replaced = ((name_of(each), changed.get(name_of(each))) for each in _made_of(expr))
+    if all(new is None or name_of(new) == name for name, new in replaced):
         return expr
     operands: list[Any] = []
     for operand in expr.operands:
         if isinstance(operand, Expr):
-            operands.append(changed[name_of(operand)])
+            operands.append(changed.get(name_of(operand), operand))
         elif _is_group(operand):
-            operands.append([changed[name_of(each)] for each in operand])
+            operands.append([changed.get(name_of(each), each) for each in operand])
         else:
             operands.append(operand)
     return type(expr)(*operands)
@@ -485,6 +493,7 @@ def is_frame_of_chunks(expr: Expr) -> bool:
     extremes of integers without rows. Of several partitions nothing is asked: a scheduler may have neither
     the library nor the files.
     """
+    expr = next(iter(fused_into(expr)), expr)
     is_chunk = (type(expr) is Chunk and issubclass(expr.kind, Max)) or (
         type(expr) is GroupByChunk and issubclass(expr.kind, GroupbyAggregationBase)
     )

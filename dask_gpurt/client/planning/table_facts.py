@@ -148,6 +148,8 @@ class TableFacts:
     """
 
     _footers: dict[str, Footer] = field(default_factory=dict)
+    #: What is known of the columns of a read, by its name.
+    _columns: dict[str, Columns | None] = field(default_factory=dict)
     #: What is relied on of a read, by its name.
     _relied: dict[str, _Relied] = field(default_factory=dict)
     #: The columns that must have no nulls, by the files of a table, whatever becomes of its read.
@@ -195,14 +197,11 @@ class TableFacts:
         """
         found: dict[str, Columns] = {}
         for read in _local_reads(plan):
-            if name_of(read) in found:
-                continue
-            if is_of_pandas(read):
-                if not self.are_alike(read) or (known := self._columns_of(read)) is None:
-                    return None
-                found[name_of(read)] = known
-            else:
-                found[name_of(read)] = Columns(frozenset(), frozenset(read.columns))
+            if (name := name_of(read)) not in self._columns:
+                self._columns[name] = self._columns_of(read)
+            if (known := self._columns[name]) is None:
+                return None
+            found[name] = known
         return found
 
     def are_alike(self, read: Any) -> bool:
@@ -211,6 +210,10 @@ class TableFacts:
         return len({types_in(self.footer(path), columns) for path in files_of(read)}) <= 1
 
     def _columns_of(self, read: Any) -> Columns | None:
+        if not is_of_pandas(read):
+            return Columns(frozenset(), frozenset(read.columns))
+        if not self.are_alike(read):
+            return None
         footers = [self.footer(path) for path in files_of(read)]
         exact = exact_columns(read)
         varying = {name for name in exact if not all(each.has_one_dtype(name) for each in footers)}

@@ -85,6 +85,8 @@ _ON_ONE = (
 _WITHOUT_META = (_expr._DelayedExpr, _expr.DelayedsExpr)
 #: Subclasses by other libraries may do anything.
 _LIBRARIES = frozenset(["dask", "dask_cudf"])
+#: The attribute of an expression that has what a first look has found: several rules look, at other plans.
+_ROWS = "_gpurt_rows"
 #: The expressions of rules.
 _OF_RULES = (FewerPartitions, DistinctKeys, GroupsAtOnce)
 
@@ -234,9 +236,13 @@ def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> d
     found: dict[str, _Rows] = {}
     for result in results:
         for expr in bottom_up(result, _inputs_of):
-            rows = _rows_of(expr, [found[each._name] for each in _inputs_of(expr)], files)
+            rows = vars(expr).get(_ROWS) if files is None else None
             if rows is None:
-                return f"what {type(expr).__name__} returns may depend on them"
+                rows = _rows_of(expr, [found[each._name] for each in _inputs_of(expr)], files)
+                if rows is None:
+                    return f"what {type(expr).__name__} returns may depend on them"
+                if files is None:
+                    vars(expr)[_ROWS] = rows
             found[expr._name] = rows
     return found
 

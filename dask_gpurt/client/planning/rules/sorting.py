@@ -38,6 +38,8 @@ class SortOnce:
 
     def apply(self, plan: Expr, facts: Facts) -> Expr:
         """Return a plan that computes no quantiles for a sort of its result, or for the index of a join."""
+        if not any(type(expr) in (SortValues, SetIndex) for expr in plan.walk()):
+            return plan
 
         def change(expr: Any) -> Any:
             if type(expr) is Merge:
