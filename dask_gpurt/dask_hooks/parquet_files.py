@@ -455,15 +455,9 @@ def _path(wrapper: Any) -> tuple[str | None, bool]:
 # ---- pickling -------------------------------------------------------------------------------------
 
 
-class _Pickler(pickle.Pickler):
-    """Pickle expressions with facts about files on Arrow's file systems."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, parquet.ReadParquetPyarrowFS):
-            return _with_statistics, (_statistics_of_files(value), *value.__reduce__())
-        if type(value) is parquet.FragmentWrapper:
-            return _reduced(value)  # see `copy_of_facts`
-        return NotImplemented
+def _reduced_read(read: Any) -> Any:
+    """Return how a read on Arrow's file systems is pickled: with facts about its files."""
+    return _with_statistics, (_statistics_of_files(read), *read.__reduce__())
 
 
 def _statistics_of_files(read: Expr) -> dict[str, Any]:
@@ -517,8 +511,21 @@ def _reduced_reader(reader: ParquetFunctionWrapper) -> Any:
 copyreg.pickle(ParquetFunctionWrapper, _reduced_reader)
 
 
-def pickled(value: Any) -> bytes:
-    """Return a pickled expression, or facts about files. Other threads may use it meanwhile."""
+def pickled(value: Any, others: Mapping[type, Callable[[Any], Any]] | None = None) -> bytes:
+    """Return a pickled expression, or facts about files. Other threads may use it meanwhile.
+
+    ``others``: by class, how values are reduced that this module does not know.
+    """
     file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(value)
+    pickler = pickle.Pickler(file, protocol=5)
+    kind = parquet.ReadParquetPyarrowFS
+    reads = dict.fromkeys((kind, *kind.__subclasses__()), _reduced_read)
+    # By class, since a function would be called with each of thousands of values.
+    pickler.dispatch_table = {
+        **copyreg.dispatch_table,
+        **(others or {}),
+        **reads,
+        parquet.FragmentWrapper: _reduced,
+    }
+    pickler.dump(value)
     return file.getvalue()

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 from dask.typing import Key
 
+from dask_gpurt.client.planning.catalogue.schema import reduced_frames
 from dask_gpurt.dask_hooks.parquet_files import pickled
 from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, graph_of
 from dask_gpurt.dask_hooks.types import GraphNode
@@ -116,7 +117,7 @@ def pack(plan: Expr) -> Expr:
     :class:`~dask_gpurt.client.planning.keys.Plain`): no data that someone may change in place, and no
     function that is pickled by value together with the globals that it uses.
     """
-    payload = pickled(plan)
+    payload = pickled(plan, reduced_frames())
     sent_by_value = ["__main__", *cloudpickle.list_registry_pickle_by_value()]
     if len(payload) > PAYLOAD_LIMIT_BYTES or any(name.encode() in payload for name in sent_by_value):
         return plan

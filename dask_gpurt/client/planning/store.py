@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
+from dask_gpurt.client.planning.catalogue.schema import reduced_frames
 from dask_gpurt.client.planning.keys import digest_of
 from dask_gpurt.client.planning.packed import LRU
 from dask_gpurt.config import cache_files
@@ -213,7 +214,7 @@ class Store:
             self._constant[digest] = result
             return
         try:
-            pickled = parquet_files.pickled(result)
+            pickled = parquet_files.pickled(result, reduced_frames())
         except Exception as error:  # pickling may raise anything
             self._metrics.fallback(Fallback.PLANNING_NOT_STORED, f"a result cannot be pickled: {error!r}")
             return

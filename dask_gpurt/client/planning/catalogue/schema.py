@@ -160,6 +160,21 @@ def _frame_of(schema: Schema) -> Any:
     return series
 
 
+def reduced_frames() -> dict[type, Callable[[Any], Any]]:
+    """Return how frames and series of each library are pickled: empty ones by their schemas.
+
+    cudf copies each column to the host, and from there to the device.
+    """
+    libraries = (vars(sys.modules[name]) for name in LIBRARIES if name in sys.modules)
+    kinds = (library.get(name) for library in libraries for name in ("DataFrame", "Series"))
+    return {kind: _reduced for kind in kinds if kind is not None}
+
+
+def _reduced(frame: Any) -> Any:
+    schema = schema_of(frame)
+    return frame.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if schema is None else (frame_of, (schema,))
+
+
 def _dtype_of_labels(axis: Axis) -> Any:
     if axis.text is None:
         return object

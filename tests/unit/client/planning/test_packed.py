@@ -23,11 +23,13 @@ from distributed.protocol.pickle import dumps, loads
 from fsspec.implementations.local import LocalFileSystem
 
 from dask_gpurt.client.planning import packed
+from dask_gpurt.client.planning.catalogue.schema import reduced_frames
 from dask_gpurt.client.planning.files import source_of
 from dask_gpurt.client.planning.packed import PackedPlan, forget_plans, pack, unpack
+from dask_gpurt.dask_hooks.parquet_files import pickled
 from dask_gpurt.dask_hooks.planning import graph_of
 from dask_gpurt.observe import Fallback
-from tests.helpers.planned import Planner
+from tests.helpers.planned import Planner, described
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,19 @@ def test_a_plan_computed_twice_has_the_same_result(plan: PackedPlan) -> None:
 def test_a_plan_made_of_another_ones_is_pickled_too(plan: PackedPlan) -> None:
     other = loads(dumps(type(plan)(plan.plan)))  # as Dask sends it
     pd.testing.assert_series_equal(result(other), result(plan))
+
+
+def test_empty_frames_are_pickled_as_what_describes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = pd.DataFrame({"a": [1], "b": ["x"]}, index=pd.Index([2], name="c"))
+    empty = [rows.iloc[:0], rows.iloc[:0].b, rows.iloc[:0].set_index("a", append=True)]
+    for value in (rows, rows.a, *empty):
+        assert described(pickle.loads(pickled(value, reduced_frames()))) == described(value)
+    monkeypatch.setattr(pd.DataFrame, "__reduce_ex__", None)
+    monkeypatch.setattr(pd.Series, "__reduce_ex__", None)
+    for value in empty:
+        assert pickled(value, reduced_frames())
+    with pytest.raises(TypeError):
+        pickled(rows, reduced_frames())
 
 
 def test_a_large_plan_is_not_packed(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
