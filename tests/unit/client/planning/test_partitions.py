@@ -647,6 +647,25 @@ def test_programs_have_the_same_rows(
     pd.testing.assert_frame_equal(canonical(found, index=index), canonical(expected, index=index))
 
 
+# ---- why --------------------------------------------------------------------------------------------
+
+
+def test_rules_say_what_they_changed_and_what_they_left_and_why(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "dask_gpurt.client.planning.rules")
+    large, small = (dd.read_parquet(folder / name) for name in ("large", "small"))
+    sizes = PartitionSizes(workers=1, threads=1, partition=0, broadcast=10_000)
+    planned(large.merge(small, on="key").value.sum(), sizes=sizes)
+    said = "\n".join(caplog.messages)
+    assert "is read in 1 partitions, not" in said
+    assert "is not read as a single partition to broadcast: its" in said
+    assert "is read in partitions of the size that Dask chooses" in said
+    caplog.clear()
+    planned(large.key.head(3, compute=False), sizes=sizes)
+    assert "since results depend on partitions: what Head returns may depend on them" in caplog.text
+
+
 def test_a_sort_is_not_computed_to_plan_its_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = dd.from_pandas(pd.DataFrame({"x": [3, 1, 2] * 9, "y": range(27)}), npartitions=3)
     first = rows.sort_values(["x", "y"], ascending=[True, False]).head(3, compute=False)
