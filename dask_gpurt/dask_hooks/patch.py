@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import cached_property, partial, wraps
 from operator import delitem, setitem
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup, UnsupportedError
@@ -83,13 +83,18 @@ class _Patch:
             found = patch.before if patch is not None else getattr(found, "__wrapped__", _NOTHING)
 
     def function(self, original: Method, wrap: Wrap) -> Method:
-        """Return a function that calls the replacement while this patch is active, else the original."""
+        """Return a function that calls the replacement while this patch is active, else the original.
+
+        One of a module is pickled by its name there: collections refer to the function that makes them.
+        """
         ours = wrap(original)
 
         @wraps(original)
         def installed(*args: Any, **kwargs: Any) -> Any:
             return (ours if self.active else original)(*args, **kwargs)
 
+        if isinstance(self.owner, ModuleType):
+            installed.__module__, installed.__qualname__ = self.owner.__name__, self.name
         return installed
 
     def install(self, value: Any) -> None:

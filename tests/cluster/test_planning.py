@@ -129,6 +129,21 @@ def test_that_every_way_to_compute_gives_the_same(client: Client, library: Libra
         assert (persisted + 1).sum().compute() == pytest.approx(sum(numbers) + len(numbers))
 
 
+def test_collections_are_published_sent_and_pickled(client: Client, path: Path) -> None:
+    """Each is pickled with the function that makes collections, which the planner has replaced."""
+    rows = dd.read_parquet(path)
+    total, joined = int(rows.small.sum().compute()), rows.merge(rows[["key"]].drop_duplicates(), on="key")
+    client.publish_dataset(joined=joined, kept=rows.persist())
+    try:
+        for name in ("joined", "kept"):
+            assert client.get_dataset(name).small.sum().compute() == total
+    finally:
+        client.unpublish_dataset("joined")
+        client.unpublish_dataset("kept")
+    assert pickle.loads(pickle.dumps(joined)).small.sum().compute() == total
+    assert client.submit(len, client.submit(list, rows)).result() == len(rows.columns)
+
+
 def test_computations_at_the_same_time_are_of_the_same_shuffle(
     client: Client, library: Library, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

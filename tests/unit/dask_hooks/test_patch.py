@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import weakref
 from functools import cached_property, wraps
+from pickle import dumps, loads
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -104,6 +107,18 @@ def test_a_cached_property_of_a_class_is_replaced_and_comes_back() -> None:
     patches.restore()
     assert vars(Kind)["once"] is before
     assert Kind().once == ["Dask"]
+
+
+def test_a_function_of_a_module_is_pickled_by_its_name_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collections are pickled with the function that makes them, which Dask's module has from another one."""
+    module, patches = ModuleType("a_module_of_dask"), PatchSet()
+    vars(module)["make"] = re.escape
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    patches.put(module, "make", ours)
+    assert loads(dumps(vars(module)["make"])) is vars(module)["make"]
+    in_short = dumps(vars(module)["make"])
+    patches.restore()
+    assert loads(in_short) is re.escape
 
 
 def test_a_patch_restored_below_others_is_removed_with_the_last() -> None:
