@@ -82,15 +82,13 @@ REFUSED_OP = "gpurt-refused"
 LOST_KEYS_OP = "gpurt-lost"
 #: Bytes of each tier.
 MEMORY_OP = "gpurt-memory"
-#: ``totals``: tuples of peer, path, bytes, seconds.
-TRAFFIC_OP = "gpurt-traffic"
 #: ``id, run_id, epoch``: a barrier has sealed its run.
 SEALED_OP = "gpurt-sealed"
 #: ``status``: the answer to `ASK_STATUS_OP`.
 STATUS_OP = "gpurt-status"
 #: ``keys``: results of `SEND_RESULTS_OP` that have arrived.
 CONFIRM_RESULTS_OP = "gpurt-results-confirmed"
-#: Counters of a worker; and how far its runs are.
+#: Counters of a worker; and how far its runs are, what it moved between tiers, and what it got from peers.
 COUNTERS_METRIC = "gpurt_counters"
 PROGRESS_METRIC = "gpurt_progress"
 

@@ -26,6 +26,7 @@ from distributed.protocol.core import dumps, loads
 
 from benchmarks.common.commandline import write
 from benchmarks.common.environment import environment
+from dask_gpurt.exchange.paths import MAX_PEERS
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, ClusterMemory, Label, Ledger, Tier
 from dask_gpurt.monitor.dashboard.collector import MAX_SHARE, SAMPLE_INTERVAL_S, Collector
 from dask_gpurt.monitor.dashboard.page import INTERVAL_S, drawn
@@ -54,12 +55,9 @@ class Reports:
 
     def __init__(self, workers: int):
         self._rng = np.random.default_rng(0)
-        addresses = [f"tcp://10.0.{n // 250}.{n % 250}:4000" for n in range(workers)]
+        addresses = [f"tcp://10.0.0.{n // PER_HOST}:{4000 + n}" for n in range(workers)]
         self._ledgers = {address: Ledger(dict.fromkeys(Tier, CAPACITY)) for address in addresses}
-        self._states = {
-            address: SimpleNamespace(name=n, host=f"10.0.0.{n // PER_HOST}", metrics={})
-            for n, address in enumerate(addresses)
-        }
+        self._states = {address: SimpleNamespace(name=n, metrics={}) for n, address in enumerate(addresses)}
         self._memory, self._round = ClusterMemory(), 0
         self.runtime: Any = SimpleNamespace(
             cluster_memory=self._memory,
@@ -73,9 +71,6 @@ class Reports:
             inputs, outputs = ([f"{kind}-{number}-{n}" for n in range(workers)] for kind in ("in", "out"))
             shuffle = f"{number:032}"
             self.collector.sampler.shuffles.begins(shuffle, number, 0.0, inputs, f"barrier-{number}", outputs)
-        for address in addresses:
-            totals = [(peer, "cuda-ipc", 1 << 20, 0.001) for peer in addresses]
-            self.collector.take_traffic(address, totals)
 
     def known(self) -> Mapping[str, Any]:
         """Return the counters of the cluster, which are summed for each reply."""
@@ -102,6 +97,7 @@ class Reports:
         return {
             "runs": [[f"{number:032}", number, figures] for number in latest],
             "moved": [["device", "pinned", n << 30], ["pinned", "device", n << 29]],
+            "traffic": [[peer, "cuda-ipc", n << 20, 0.001] for peer in [*self._states][:MAX_PEERS]],
         }
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from heapq import nlargest
 from time import perf_counter
 from typing import Any
 
@@ -139,7 +140,7 @@ class HeldMapping:
 
 # ---- what is transferred over them -------------------------------------------------------------------
 
-#: The most pairs of a peer and a path in one report; transfers beyond that are not counted.
+#: The most pairs of a peer and a path in one report: those with the most bytes.
 MAX_PEERS = 64
 #: Pseudo-path of shards that are read in place, which takes no copy and counts no time.
 IN_PLACE = "in-place"
@@ -176,8 +177,6 @@ class Traffic:
     def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
         """Add a completed transfer."""
         with self._lock:
-            if (peer, path) not in self._totals and len(self._totals) >= MAX_PEERS:
-                return
             before, took = self._totals.get((peer, path), (0, 0.0))
             self._totals[peer, path] = before + nbytes, took + seconds
 
@@ -194,11 +193,11 @@ class Traffic:
 
         return timed
 
-    def take(self) -> list[tuple[str, str, int, float]]:
-        """Return peer, path, bytes and seconds of the transfers since the last call, and reset them."""
+    def largest(self) -> list[tuple[str, str, int, float]]:
+        """Return peer, path, bytes and seconds so far of the pairs with the most bytes."""
         with self._lock:
-            totals, self._totals = self._totals, {}
-        return [(*end, *total) for end, total in totals.items()]
+            totals = [(*end, *total) for end, total in self._totals.items()]
+        return nlargest(MAX_PEERS, totals, key=lambda total: total[2])
 
 
 # ---- the paths to all peers --------------------------------------------------------------------------

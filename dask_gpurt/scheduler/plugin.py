@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -46,7 +46,6 @@ from dask_gpurt.protocol import (
     SILENT_HANDLER,
     STATUS_OP,
     TOKEN_HANDLER,
-    TRAFFIC_OP,
     is_off,
 )
 from dask_gpurt.scheduler.clients import Clients, Computations
@@ -61,8 +60,6 @@ logger = logging.getLogger(__name__)
 
 #: Starts observing a plugin that is on, and returns a function that stops it.
 Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
-#: Transfers of a worker, as :class:`~dask_gpurt.exchange.paths.Traffic` counts them.
-Transfers = Sequence[tuple[str, str, int, float]]
 #: The plugin's name until it is on: Dask considers a plugin registered as soon as its name is known.
 STARTING = "gpurt-starting"
 #: How long a memory query waits for the first report of workers that have just switched on, in seconds.
@@ -155,7 +152,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.cluster_memory = ClusterMemory()
         self._memory_reported = asyncio.Event()
         #: Called with a worker and its transfers.
-        self.traffic_listeners: list[Callable[[str, Transfers], None]] = []
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
         self.read_places = ReadPlaces(
             self.scheduler,
@@ -187,7 +183,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         }
         operations = {
             MEMORY_OP: self.memory_changed,
-            TRAFFIC_OP: self.traffic,
             LOST_KEYS_OP: self.lost,
             READY_OP: self.is_ready,
             LEFT_OP: self.workers.has_left,
@@ -253,11 +248,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if worker in self.scheduler.workers:
             self.cluster_memory.apply(worker, message)
             self._memory_reported.set()
-
-    def traffic(self, worker: str, totals: Transfers) -> None:
-        """Pass on the transfers that a worker reports (stream handler)."""
-        for listener in self.traffic_listeners:
-            listener(worker, totals)
 
     def lost(self, worker: str, keys: list[Key]) -> None:
         """Remove a worker's replicas of keys that it can no longer read, and recompute the keys if needed."""

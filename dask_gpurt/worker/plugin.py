@@ -66,7 +66,7 @@ from dask_gpurt.worker.kept_reads import KeptColumns, KeptRanges
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.programs import WorkerPrograms
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
-from dask_gpurt.worker.reports import TrafficReporter, add_metric, amounts, progress
+from dask_gpurt.worker.reports import Progress, add_metric, amounts
 from dask_gpurt.worker.tasks import RunLookup
 from dask_gpurt.worker.tiers import WorkerTiers
 from dask_gpurt.worker.tracing import WorkerTracing
@@ -207,10 +207,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(add_metric(worker, COUNTERS_METRIC, lambda _: {**self._counted(), "token": self.token}))
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
-        undo.callback(self.traffic.close)
-        self.traffic.start()
         await self.exchange.offload(self.overlap.prepare)
-        undo.callback(add_metric(worker, PROGRESS_METRIC, self._progress))
+        progress = Progress(self.exchange.recent_runs, self.exchange.traffic, self.metrics)
+        undo.callback(add_metric(worker, PROGRESS_METRIC, progress))
         # Parts that wrap the same method are installed in the order of Layer: the last one is called first.
         for part in (self.overlap, self.run_lookup):
             undo.callback(part.uninstall)
@@ -364,7 +363,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         kept = columns if on_gpu and settings.cache != 0 else None
         self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics, kept)
         self.programs = WorkerPrograms(settings.compute, pools.device(pools.main), self.metrics)
-        self.traffic = TrafficReporter(worker, self.exchange.traffic)
         self.overlap = WorkerOverlap(self.exchange, settings.overlap, self.metrics)
         self.run_lookup = RunLookup(worker, self.metrics)
         self.tracing = WorkerTracing(worker, self.metrics, self.exchange)
@@ -387,9 +385,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         async with self._switching:
             self.is_on = False
             await self._undo.aclose()  # a second call is a no-op
-
-    def _progress(self, _worker: WorkerServer) -> dict[str, Any]:
-        return progress(self.exchange.recent_runs, self.metrics)
 
     async def _give_data_back(self) -> None:
         # A closing worker loses its data anyway; do not read spilled data back.

@@ -1,7 +1,6 @@
 """Report a worker to the scheduler: its tiers, the progress of its runs and its transfers.
 
-Progress travels with each heartbeat. Changes of the tiers are sent after a short delay, and totals of
-transfers as often as heartbeats.
+Progress and transfers travel with each heartbeat. Changes of the tiers are sent after a short delay.
 
 Decisions and their figures: ``docs/decisions/scheduler.md``.
 """
@@ -20,7 +19,7 @@ from dask_gpurt.exchange.paths import COMMS, Traffic
 from dask_gpurt.memory.ledger import KINDS, Ledger
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.progress import RecentRuns
-from dask_gpurt.protocol import MEMORY_OP, TRAFFIC_OP
+from dask_gpurt.protocol import MEMORY_OP
 
 #: Changes within this interval are sent in one message, in seconds.
 REPORT_INTERVAL_S = 0.05
@@ -96,48 +95,29 @@ def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:
     ]
 
 
-def progress(runs: RecentRuns, metrics: Metrics) -> dict[str, Any]:
-    """Return the progress of the latest runs, and the bytes moved between tiers, for heartbeats."""
-    moves = metrics.total("memory.spill.bytes.{from}.{to}")
-    return {
-        "runs": runs.snapshot(),
-        "moved": [[source, target, nbytes] for (source, target), nbytes in moves.items()],
-    }
+class Progress:
+    """Tell heartbeats the progress of the latest runs, the bytes moved between tiers, and the transfers."""
 
-
-class TrafficReporter:
-    """Report the transfers of one worker as often as Dask's heartbeat, as totals by peer and path."""
-
-    def __init__(self, worker: WorkerServer, traffic: Traffic):
-        self._worker = worker
+    def __init__(self, runs: RecentRuns, traffic: Traffic, metrics: Metrics):
+        self._runs = runs
         self._traffic = traffic
+        self._metrics = metrics
         self._looked = 0.0
-        self._timer: object | None = None
 
-    def start(self) -> None:
-        """Start the periodic reports. On the event loop."""
-        # Dask's interval grows with the number of workers.
-        pause = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
-        self._timer = self._worker.loop.call_later(pause, self._report)
+    def __call__(self, worker: WorkerServer) -> dict[str, Any]:
+        self._note_dasks_own(worker)
+        moves = self._metrics.total("memory.spill.bytes.{from}.{to}")
+        return {
+            "runs": self._runs.snapshot(),
+            "moved": [[source, target, nbytes] for (source, target), nbytes in moves.items()],
+            "traffic": self._traffic.largest(),
+        }
 
-    def _report(self) -> None:
-        self._note_dasks_own()
-        if totals := self._traffic.take():
-            with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-                self._worker.batched_stream.send({"op": TRAFFIC_OP, "totals": totals})
-        self.start()
-
-    def _note_dasks_own(self) -> None:
+    def _note_dasks_own(self, worker: WorkerServer) -> None:
         """Add the dependencies that Dask has fetched since the last call, from its log."""
         since = self._looked
-        for entry in reversed(self._worker.transfer_incoming_log):
+        for entry in reversed(worker.transfer_incoming_log):
             if entry["stop"] <= since:
                 break
             self._looked = max(self._looked, entry["stop"])
             self._traffic.note(entry["who"], COMMS, entry["total"], entry["duration"])
-
-    def close(self) -> None:
-        """Stop reporting."""
-        if self._timer is not None:
-            self._worker.loop.remove_timeout(self._timer)
-            self._timer = None

@@ -70,7 +70,7 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         lengths = client.compute(shuffled.map_partitions(len, meta=(None, "int")))
         largest = max(await lengths)
         assert row["skew"] == pytest.approx(largest / 2000)
-        await until(lambda: bool(list(now.sampler.traffic.flows)))
+        await until(lambda: bool(drawn(now)["traffic"]["flows"]))
         shown = drawn(now)
         assert [query["state"] for query in shown["queries"]] == ["done", "done"]
         assert [shuffle["label"] for shuffle in shown["shuffles"]] == [row["label"]]

@@ -14,8 +14,7 @@ from distributed.utils_test import captured_logger
 
 import dask_gpurt
 from dask_gpurt.exchange.exchange import Exchange
-from dask_gpurt.worker.reports import TrafficReporter
-from dask_gpurt.worker.tasks import TaskRunner
+from dask_gpurt.worker.tasks import RunLookup, TaskRunner
 from tests.helpers.in_process import on_plain_cluster, until, whole_state
 from tests.helpers.switching import (
     FRAME,
@@ -186,15 +185,15 @@ async def test_parts_that_fail_to_switch_off_are_reported_and_the_rest_is_off(
     client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = whole_state(scheduler, a, b)
-    close = TrafficReporter.close
+    uninstall = RunLookup.uninstall
 
-    def fails(reporter: Any) -> None:
-        close(reporter)
-        if reporter._worker is b:
+    def fails(lookup: Any) -> None:
+        uninstall(lookup)
+        if lookup._worker is b:
             raise OSError("it will not")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrafficReporter, "close", fails)
+        patch.setattr(RunLookup, "uninstall", fails)
         await dask_gpurt.enable(client)
         with pytest.raises(
             RuntimeError, match=rf"1 of 2 workers did not switch it off.*{b.address}.*it will not"

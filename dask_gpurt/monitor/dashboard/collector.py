@@ -11,10 +11,10 @@ from distributed import SchedulerPlugin
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.monitor.dashboard.sampler import MAX_ENDS, Sampler
+from dask_gpurt.monitor.dashboard.sampler import Sampler
 from dask_gpurt.observe.metrics import shown_tiers
 from dask_gpurt.protocol import PROGRESS_METRIC
-from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin, Transfers
+from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
 
 #: Interval between two samples, in seconds.
@@ -45,7 +45,6 @@ class Collector(SchedulerPlugin):
     def install(self) -> None:
         """Start collecting."""
         self._scheduler.add_plugin(self, name=NAME)
-        self.runtime.traffic_listeners.append(self.take_traffic)
         self._tick()
 
     def uninstall(self) -> None:
@@ -53,7 +52,6 @@ class Collector(SchedulerPlugin):
         if self._timer is not None:
             self._scheduler.loop.remove_timeout(self._timer)
             self._timer = None
-        self.runtime.traffic_listeners.remove(self.take_traffic)
         if self._scheduler.plugins.get(NAME) is self:
             del self._scheduler.plugins[NAME]
 
@@ -81,7 +79,6 @@ class Collector(SchedulerPlugin):
     def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
         """Handle the removal of a worker."""
         self.sampler.shuffles.removed(worker)
-        self.sampler.traffic.forget(worker)
 
     def restart(self, scheduler: SchedulerServer) -> None:
         """Handle a restart, which forgets all tasks."""
@@ -102,16 +99,6 @@ class Collector(SchedulerPlugin):
             for task in (*barrier.dependencies, *barrier.dependents):
                 if task.state == "memory":
                     self.sampler.shuffles.transition(task.key, "memory", at)
-
-    def take_traffic(self, worker: str, totals: Transfers) -> None:
-        """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.paths.Traffic`."""
-        for peer, path, nbytes, seconds in totals:
-            self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
-
-    def _end(self, worker: str) -> str:
-        """Return a worker, or its host if there are too many workers to show separately."""
-        state = self._scheduler.workers.get(worker)
-        return worker if len(self._scheduler.workers) <= MAX_ENDS or state is None else f"host {state.host}"
 
 
 def _name(outputs: Sequence[Key]) -> str:

@@ -11,9 +11,11 @@ import html
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +25,7 @@ from distributed.http.utils import RequestHandler
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.http import menu_of
 from dask_gpurt.monitor.dashboard.collector import Collector
-from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, UNSPILLED, Sampler, WorkerSample
+from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, UNSPILLED, WorkerSample
 from dask_gpurt.observe import MethodChoice
 from dask_gpurt.observe.metrics import SHOWN
 
@@ -33,7 +35,7 @@ PARTS = tuple(
     f"/individual-gpurt-{name}"
     for name in ("state", "queries", "shuffles", "memory", "spilling", "workers", "traffic")
 )
-#: The most rows of a table, and the most workers with a row each: the fullest ones.
+#: The most rows of a table, and the most workers with a row each: the fullest ones, or all in the matrix.
 MAX_ROWS, MAX_WORKERS = 50, 32
 #: The least seconds between two replies, and the most of a core that making them may take.
 INTERVAL_S, MAX_SHARE = 1.0, 0.01
@@ -57,7 +59,7 @@ def drawn(collector: Collector, worker: str = ALL) -> dict[str, Any]:
         "shuffles": collector.sampler.shuffles.rows(time.time(), MAX_ROWS),
         **_over_time(collector, worker),
         "workers": _workers(collector, named),
-        "traffic": _traffic(collector.sampler, named),
+        "traffic": _traffic(collector.sampler.workers, named),
     }
 
 
@@ -127,17 +129,49 @@ def _fullness(worker: WorkerSample) -> float:
     return max((level.used / max(1, level.capacity) for level in worker.levels.values()), default=0.0)
 
 
-def _traffic(sampler: Sampler, named: Mapping[str, str]) -> dict[str, Any]:
-    """Return the bytes from each end to each other."""
-    flows = [
-        (
-            named.get(source, source),
-            named.get(target, target),
-            {"bytes": flow.by_path.total(), "paths": flow.by_path, "copied": flow.bandwidth},
-        )
-        for (source, target), flow in sampler.traffic.flows.items()
-    ]
-    return {"ends": [named.get(end, end) for end in sampler.traffic.ends], "flows": flows}
+@dataclass
+class Flow:
+    """Sum the transfers from one worker or host to another.
+
+    ``copied``, ``seconds``: bytes copied, and the seconds that took; shards read in place are not included.
+    """
+
+    by_path: Counter[str] = field(default_factory=Counter)
+    copied: int = 0
+    seconds: float = 0.0
+
+    def add(self, path: str, nbytes: int, seconds: float) -> None:
+        """Add completed transfers."""
+        self.by_path[path] += nbytes
+        if seconds > 0:
+            self.copied += nbytes
+            self.seconds += seconds
+
+    def plain(self) -> dict[str, Any]:
+        """Return the bytes, and the mean rate of copies in bytes per second."""
+        rate = self.copied / self.seconds if self.seconds > 0 else None
+        return {"bytes": self.by_path.total(), "paths": self.by_path, "copied": rate}
+
+
+def _traffic(workers: Mapping[str, WorkerSample], named: Mapping[str, str]) -> dict[str, Any]:
+    """Return the bytes from each worker to each other, or between hosts if there are too many workers."""
+    ends = named if len(named) <= MAX_WORKERS else _hosts(named)
+    flows: defaultdict[tuple[str, str], Flow] = defaultdict(Flow)
+    for address, worker in workers.items():
+        for peer, path, nbytes, seconds in worker.traffic:
+            if peer in ends:  # it has not left
+                flows[ends[peer], ends[address]].add(path, nbytes, seconds)
+    return {
+        "ends": list({end: None for pair in flows for end in pair}),
+        "flows": [(*pair, flow.plain()) for pair, flow in flows.items()],
+    }
+
+
+def _hosts(addresses: Iterable[str]) -> dict[str, str]:
+    """Return the host of each address, "(others)" for all but the first ones."""
+    hosts = {address: address.rpartition(":")[0] for address in addresses}
+    shown = set(islice(dict.fromkeys(hosts.values()), MAX_WORKERS))
+    return {address: host if host in shown else "(others)" for address, host in hosts.items()}
 
 
 def labels(workers: Mapping[str, WorkerSample]) -> dict[str, str]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -22,8 +21,6 @@ ALL = "(all workers)"
 SPILLED, UNSPILLED = "spilled", "unspilled"
 #: Maximum number of points of a history, as many as a screen can show.
 MAX_POINTS = 512
-#: Maximum number of workers or hosts shown separately, and the name of the rest.
-MAX_ENDS, OTHERS = 32, "(others)"
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -44,11 +41,13 @@ class WorkerSample:
 
     ``levels``: levels by display name of the tier, without tiers that the worker does not have.
     ``moved``: total bytes spilled and unspilled, by direction.
+    ``traffic``: peer, path, bytes and seconds of what it got from peers so far.
     """
 
     name: str
     levels: dict[str, Level] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
+    traffic: Sequence[tuple[str, str, int, float]] = ()
 
 
 class Sampler:
@@ -57,7 +56,7 @@ class Sampler:
     ``used``: bytes by worker and tier; :data:`ALL` has the sums.
     ``rates``: bytes per second by worker and direction, :data:`SPILLED` or :data:`UNSPILLED`.
     ``workers``: the latest state of each worker by address. One that leaves is forgotten, except in sums.
-    ``shuffles``, ``traffic``: data from events between samples.
+    ``shuffles``: data from events between samples.
     """
 
     def __init__(self) -> None:
@@ -65,7 +64,6 @@ class Sampler:
         self.rates: History[tuple[str, str]] = History()
         self.workers: dict[str, WorkerSample] = {}
         self.shuffles = ShuffleLog()
-        self.traffic = TrafficMatrix()
         self.at: float | None = None
         #: Total bytes by direction, including workers that have left.
         self._moved: dict[str, float] = {}
@@ -118,6 +116,7 @@ class Sampler:
             if (worker := self.workers.get(address)) is None:
                 continue
             self.shuffles.reported(address, report["runs"])
+            worker.traffic = report["traffic"]
             before, worker.moved = worker.moved, _by_direction(report["moved"])
             for direction, nbytes in worker.moved.items():
                 since = max(0.0, nbytes - before.get(direction, 0.0))
@@ -228,51 +227,3 @@ class History(Generic[Name]):
 def _larger(one: float, other: float) -> float:
     """Return the larger of two values; NaN stands for a missing value."""
     return other if math.isnan(one) or other > one else one
-
-
-@dataclass
-class Flow:
-    """Sum the transfers from one worker or host to another.
-
-    ``copied``, ``seconds``: bytes copied, and the seconds that took; shards read in place are not included.
-    """
-
-    by_path: Counter[str] = field(default_factory=Counter)
-    copied: int = 0
-    seconds: float = 0.0
-
-    @property
-    def bandwidth(self) -> float | None:
-        """Return the mean rate of copies in bytes per second; None if nothing was copied."""
-        return self.copied / self.seconds if self.seconds > 0 else None
-
-
-class TrafficMatrix:
-    """Keep the flow between each pair of ends (workers or hosts).
-
-    ``ends``: in the order of their first transfers; those beyond ``MAX_ENDS`` are :data:`OTHERS`.
-    """
-
-    def __init__(self) -> None:
-        self.ends: list[str] = []
-        self.flows: dict[tuple[str, str], Flow] = {}
-
-    def add(self, source: str, target: str, path: str, nbytes: int, seconds: float) -> None:
-        """Add completed transfers."""
-        flow = self.flows.setdefault((self._end(source), self._end(target)), Flow())
-        flow.by_path[path] += nbytes
-        if seconds > 0:
-            flow.copied += nbytes
-            flow.seconds += seconds
-
-    def _end(self, name: str) -> str:
-        if name not in self.ends:
-            name = name if len(self.ends) < MAX_ENDS else OTHERS
-            self.ends += [name] if name not in self.ends else []
-        return name
-
-    def forget(self, name: str) -> None:
-        """Drop a worker that has left, with its flows."""
-        if name in self.ends:
-            self.ends.remove(name)
-            self.flows = {pair: flow for pair, flow in self.flows.items() if name not in pair}

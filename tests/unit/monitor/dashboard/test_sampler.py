@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from dask_gpurt.memory.ledger import ClusterMemory, Ledger, Tier
 from dask_gpurt.monitor.dashboard.sampler import (
     ALL,
-    MAX_ENDS,
-    OTHERS,
     SPILLED,
     UNSPILLED,
     History,
     Sampler,
-    TrafficMatrix,
 )
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
 from dask_gpurt.observe.metrics import shown_tiers
@@ -39,7 +36,10 @@ class Cluster:
         for address, ledger in self.ledgers.items():
             self.memory.apply(address, ledger.snapshot())
         progress = [
-            (address, {"runs": self.runs.get(address, []), "moved": self.moved.get(address, [])})
+            (
+                address,
+                {"runs": self.runs.get(address, []), "moved": self.moved.get(address, []), "traffic": []},
+            )
             for address in self.ledgers
         ]
         names = {address: address.removeprefix("tcp://") for address in self.ledgers}
@@ -86,31 +86,6 @@ def test_bytes_moved_by_departed_workers_count() -> None:
     sampler.sample(4.0, *cluster.view())
     assert (sampler.moved(SPILLED), sampler.moved(UNSPILLED)) == (40, 5)
     assert sampler.rates.values((ALL, SPILLED))[:1] == [20.0]
-
-
-# ---- transfers -----------------------------------------------------------------------------
-
-
-def test_flows_are_summed_by_path_and_what_is_read_in_place_takes_no_time() -> None:
-    matrix = TrafficMatrix()
-    matrix.add("a", "b", "in-place", 100, 0.0)
-    matrix.add("a", "b", "comms", 50, 0.5)
-    assert matrix.flows["a", "b"].by_path == {"in-place": 100, "comms": 50}
-    assert matrix.flows["a", "b"].bandwidth == 100.0
-
-
-def test_a_worker_that_has_left_makes_room_in_the_matrix() -> None:
-    matrix = TrafficMatrix()
-    for at in range(MAX_ENDS + 1):
-        matrix.add(f"{at}", "0", "comms", 1, 0.1)
-    assert matrix.ends == [*map(str, range(MAX_ENDS)), OTHERS]
-    matrix.forget("0")
-    assert not matrix.flows
-    matrix.add("1", "new", "comms", 1, 0.1)
-    assert "new" not in matrix.ends
-    matrix.forget("2")
-    matrix.add("1", "new", "comms", 1, 0.1)
-    assert list(matrix.flows) == [("1", OTHERS), ("1", "new")]
 
 
 # ---- shuffles ------------------------------------------------------------------------------
