@@ -73,18 +73,10 @@ class Block:
 class PoolLimits:
     """Limit the size of a device's pool, in bytes.
 
-    Attributes
-    ----------
-    whole
-        The base of sizes that are given as a share.
-    automatic
-        The size of a pool if the user sets none.
-    most
-        The largest size that a user may set.
-    free, total
-        Free and total bytes of the memory that pools are allocated from.
-    where
-        The name of that memory, for messages.
+    ``whole``: the base of sizes that are given as a share.
+    ``automatic``, ``most``: the size of a pool if the user sets none, and the largest that a user may set.
+    ``free``, ``total``: free and total bytes of the memory that pools are allocated from.
+    ``where``: the name of that memory, for messages.
     """
 
     whole: int

@@ -42,12 +42,8 @@ MAX_BOX_BYTES = 2**24
 class Target(NamedTuple):
     """Locate a box in its new chunk.
 
-    Parameters
-    ----------
-    place
-        Its index among the boxes of the chunk, along each axis.
-    start, stop
-        Its first element, and the end, exclusive.
+    ``place``: its index among the boxes of the chunk, along each axis.
+    ``start``, ``stop``: its first element, and the end, exclusive.
     """
 
     place: Index
@@ -74,14 +70,8 @@ class Target(NamedTuple):
 class PlainLayout:
     """Describe the boxes of plain arrays in a buffer: the content of a header.
 
-    Attributes
-    ----------
-    library
-        The library of the :class:`ChunkTable` that reads them.
-    dtype
-        The dtype of the elements.
-    targets
-        The target of each box.
+    ``library``: the library of the :class:`ChunkTable` that reads them.
+    ``targets``: the target of each box.
     """
 
     library: str
@@ -98,12 +88,8 @@ class PlainLayout:
 class PickledLayout:
     """Describe fragments of pickled boxes in a buffer: the content of a header.
 
-    Attributes
-    ----------
-    library
-        See :class:`PlainLayout`.
-    stretches
-        For each fragment, the place of its box in the new chunk, and the number of bytes.
+    ``library``: see :class:`PlainLayout`.
+    ``stretches``: for each fragment, the place of its box in the new chunk, and the number of bytes.
     """
 
     library: str
@@ -173,21 +159,11 @@ class ChunkTable(ABC):
         *,
         most: int = MAX_BOX_BYTES,
     ) -> list[Piece | None]:
-        """Split a chunk into a piece for each group of new chunks.
+        """Split a chunk into a piece for each group of new chunks, None for groups without boxes.
 
-        Parameters
-        ----------
-        boxes
-            All boxes of the chunk.
-        groups
-            The new chunks of each owner, by number. Boxes of chunks in no group are dropped.
-        most
-            The most bytes of a box or of a fragment of a pickle.
-
-        Returns
-        -------
-        list
-            A piece for each group; None for groups without boxes.
+        ``boxes``: all boxes of the chunk.
+        ``groups``: the new chunks of each owner, by number. Boxes of chunks in no group are dropped.
+        ``most``: the most bytes of a box or of a fragment of a pickle.
         """
         rows = self._plain if self.is_plain(chunk) else self._pickled
         of_output = defaultdict[int, list[Box]](list)

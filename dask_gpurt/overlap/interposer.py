@@ -29,16 +29,9 @@ class CapError(ValueError):
 class DeviceLimits:
     """Hold the limits of a device and of each of its SMs.
 
-    Parameters
-    ----------
-    blocks, threads, registers
-        The most that an SM holds.
-    shared
-        Shared memory of an SM in bytes.
-    reserved
-        Shared memory that CUDA reserves for each block, in bytes.
-    opt_in
-        The most shared memory of a block that has opted in to more than 48 KiB, in bytes.
+    ``blocks``, ``threads``, ``registers``: the most that an SM holds.
+    ``shared``: shared memory of an SM, in bytes; ``reserved``: what CUDA reserves of it for each block.
+    ``opt_in``: the most shared memory of a block that has opted in to more than 48 KiB, in bytes.
     """
 
     sms: int
@@ -67,12 +60,8 @@ def check(cap: int, limits: DeviceLimits | None = None) -> None:
 class Caps:
     """Hold residency caps, the most blocks of a kernel on an SM; None for no cap.
 
-    Parameters
-    ----------
-    default
-        The cap of kernels without a cap of their own.
-    kernels
-        Caps by mangled name, or by the id of a :class:`LaunchedKernel`.
+    ``default``: the cap of kernels without a cap of their own.
+    ``kernels``: caps by mangled name, or by the id of a :class:`LaunchedKernel`.
     """
 
     default: int | None = None
@@ -104,10 +93,7 @@ class LaunchedKernel:
 class Residency:
     """Cap the residency of the kernels that this process launches.
 
-    Parameters
-    ----------
-    device
-        The ordinal of the device whose limits apply.
+    ``device``: the ordinal of the device whose limits apply.
     """
 
     def __init__(self, launches: Interposer, device: int = 0):
