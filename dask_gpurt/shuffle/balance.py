@@ -134,16 +134,18 @@ def balanced(
     ``nbytes``: bytes of each output, summed over both sides of a join.
     ``capacities``: the capacities of all owners, and of other workers that may become owners.
     """
-    loads = _loads(nbytes, owners, capacities)
-    before, best = _heaviest(loads), _lower_bound(loads)
+    loads = {worker: _Load(worker, threads, room) for worker, threads, room in capacities}
+    for output in sorted(owners, key=lambda output: -nbytes.get(output, 0.0)):
+        loads[owners[output]].outputs[output] = nbytes.get(output, 0.0)
+    before, best = _heaviest(loads.values()), _lower_bound(loads.values())
     if not _pays(before, best):
         return Moves({}, before, before)
     bound, to = best * SLACK, dict[int, str]()
-    takers = [load for load in loads if load.per_thread <= bound]
-    late = [load for load in loads if load.per_thread > bound]
-    for load in sorted(late, key=lambda load: (-load.per_thread, load.worker)):
+    takers = [load for load in loads.values() if load.per_thread() <= bound]
+    late = [load for load in loads.values() if load.per_thread() > bound]
+    for load in sorted(late, key=lambda load: (-load.per_thread(), load.worker)):
         to |= _relieve(load, bound, takers)
-    after = _heaviest(loads)
+    after = _heaviest(loads.values())
     return Moves(to if _pays(before, after) else {}, before, after)
 
 
@@ -153,57 +155,31 @@ def _pays(before: float, after: float) -> bool:
 
 @dataclass(eq=False)
 class _Load:
-    """Hold the outputs of one worker, heaviest first, and what it can still take."""
+    """Hold the bytes of the outputs of one worker, heaviest first, and what it can still take."""
 
     worker: str
     threads: float
     room: float
-    outputs: list[tuple[float, int]] = field(default_factory=list)
-    nbytes: float = 0.0
-    heaviest: float = 0.0
+    outputs: dict[int, float] = field(default_factory=dict)
 
     @property
-    def per_thread(self) -> float:
-        """Return the bytes of the busiest thread; one thread assembles the heaviest output."""
-        return max(self.nbytes / self.threads, self.heaviest)
+    def nbytes(self) -> float:
+        """Return the bytes of all outputs."""
+        return sum(self.outputs.values())
 
-    def with_output(self, size: float) -> float:
-        """Return the bytes of the busiest thread with another output."""
-        return max((self.nbytes + size) / self.threads, self.heaviest, size)
-
-    def take(self, size: float) -> None:
-        """Add an output that is taken from another worker."""
-        self.nbytes, self.room = self.nbytes + size, self.room - size
-        self.heaviest = max(self.heaviest, size)
-
-    def give(self, size: float, output: int) -> None:
-        """Remove an output that another worker takes."""
-        self.outputs.remove((size, output))
-        self.nbytes -= size
-        self.heaviest = max(size for size, _ in self.outputs) if self.outputs else 0.0
-
-
-def _loads(
-    nbytes: Mapping[int, float], owners: Mapping[int, str], capacities: Iterable[OwnerCapacity]
-) -> list[_Load]:
-    loads = {worker: _Load(worker, threads, room) for worker, threads, room in capacities}
-    for output, owner in owners.items():
-        loads[owner].outputs.append((nbytes.get(output, 0.0), output))
-    for load in loads.values():
-        load.outputs.sort(reverse=True)
-        load.nbytes = sum(size for size, _ in load.outputs)
-        load.heaviest = load.outputs[0][0] if load.outputs else 0.0
-    return list(loads.values())
+    def per_thread(self, more: float = 0.0) -> float:
+        """Return the bytes of the busiest thread, with one more output; one assembles the heaviest output."""
+        return max((self.nbytes + more) / self.threads, more, *self.outputs.values())
 
 
 def _heaviest(loads: Iterable[_Load]) -> float:
-    return max(load.per_thread for load in loads)
+    return max(load.per_thread() for load in loads)
 
 
 def _lower_bound(loads: Collection[_Load]) -> float:
     """Return the least possible load of the busiest thread, if all but the heaviest output were divisible."""
     even = sum(load.nbytes for load in loads) / sum(load.threads for load in loads)
-    return max(even, *(load.heaviest for load in loads))
+    return max(even, *(size for load in loads for size in load.outputs.values()))
 
 
 def _relieve(load: _Load, bound: float, takers: Collection[_Load]) -> dict[int, str]:
@@ -213,21 +189,22 @@ def _relieve(load: _Load, bound: float, takers: Collection[_Load]) -> dict[int, 
     def excess() -> float:
         return load.nbytes - bound * load.threads
 
-    def give(size: float, output: int) -> bool:
+    def give(output: int) -> bool:
         """Give an output to the lightest worker with room, unless that would become the heavier one."""
+        size = load.outputs[output]
         able = [taker for taker in takers if taker.room >= size]
-        lightest = min(able, key=lambda taker: (taker.per_thread, taker.worker), default=None)
-        if lightest is None or lightest.with_output(size) >= load.per_thread:
+        lightest = min(able, key=lambda taker: (taker.per_thread(), taker.worker), default=None)
+        if lightest is None or lightest.per_thread(size) >= load.per_thread():
             return False
-        lightest.take(size)
-        load.give(size, output)
+        lightest.outputs[output] = load.outputs.pop(output)
+        lightest.room -= size
         to[output] = lightest.worker
         return True
 
-    for size, output in list(load.outputs):
+    for output, size in list(load.outputs.items()):
         if 0 < size <= excess():
-            give(size, output)
-    for size, output in reversed(load.outputs):
-        if 0 < excess() <= size and give(size, output):
+            give(output)
+    for output, size in reversed(list(load.outputs.items())):
+        if 0 < excess() <= size and give(output):
             break
     return to
