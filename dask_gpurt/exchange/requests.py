@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.exchange.outgoing import ROOM_RETRY_INTERVAL_S, Outbox
 from dask_gpurt.exchange.paths import Endpoint
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
 from dask_gpurt.memory.waits import WaitLine
 from dask_gpurt.protocol import DRAIN_HANDLER, FORGET_HANDLER, RELEASE_HANDLER
+
+if TYPE_CHECKING:
+    from dask_gpurt.exchange.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -27,22 +29,13 @@ logger = logging.getLogger(__name__)
 PEER_RETRY_INTERVAL_S = 1.0
 
 
-class Handlers(Protocol):
-    """Handle the same requests on this worker, where no call is needed."""
-
-    closed: bool
-
-    def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None: ...
-
-    def drain(self, producer: list[str]) -> None: ...
-
-    async def forget(self, producer: list[str], run: list[Any]) -> None: ...
-
-
 class PeerRequests:
-    """Send requests to peers, with retries until they succeed or have become pointless."""
+    """Send requests to peers, with retries until they succeed or have become pointless.
 
-    def __init__(self, endpoint: Endpoint, here: Handlers):
+    ``here``: handles the same requests on this worker, where no call is needed.
+    """
+
+    def __init__(self, endpoint: Endpoint, here: Exchange):
         self._end = endpoint
         self._here = here
         #: Releases to be sent, by pool; a key exists while a task is sending its releases.

@@ -6,14 +6,17 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.dask_hooks.shuffle import ArrayRechunkSpec, old_to_new
 from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, array_library
 from dask_gpurt.frames.boxes import Chunks, Grid, Plan
 from dask_gpurt.frames.chunks import MAX_BOX_BYTES, opened
 from dask_gpurt.observe import Metrics
-from dask_gpurt.shuffle.spec import FrameBackends, RunSpec
+from dask_gpurt.shuffle.spec import RunSpec
+
+if TYPE_CHECKING:
+    from dask_gpurt.exchange.exchange import Exchange
 
 #: A small pool has room for at least as many boxes, so that producers do not wait for all of it to be read.
 BOXES_IN_POOL = 4
@@ -52,10 +55,10 @@ class RechunkSpec(RunSpec):
     def output_of(self, output_id: Any) -> int:
         return Grid.of(self.new).number(output_id)
 
-    def input(self, data: Any, source: int, tables: FrameBackends) -> ChunkInput:
+    def input(self, data: Any, source: int, exchange: Exchange) -> ChunkInput:
         self._validate(data, source)
-        table = tables.chunk_table(array_library(data))
-        most = min(MAX_BOX_BYTES, tables.pool_bytes(table.device.kind) // BOXES_IN_POOL)
+        table = exchange.chunk_table(array_library(data))
+        most = min(MAX_BOX_BYTES, exchange.pool_bytes(table.device.kind) // BOXES_IN_POOL)
         return ChunkInput(table, data, source, _plan(self.old, self.new), most)
 
     def _validate(self, chunk: Any, source: int) -> None:
@@ -70,8 +73,8 @@ class RechunkSpec(RunSpec):
                 f"chunk {index} of rechunk {self.id} has the shape {chunk.shape}, expected {known}"
             )
 
-    def assembler(self, tables: FrameBackends) -> ChunkAssembler:
-        return ChunkAssembler(tables)
+    def assembler(self, exchange: Exchange) -> ChunkAssembler:
+        return ChunkAssembler(exchange)
 
 
 @lru_cache(16)
@@ -108,12 +111,12 @@ class ChunkInput:
 class ChunkAssembler:
     """Assemble the new chunks of a rechunk."""
 
-    tables: FrameBackends
+    exchange: Exchange
 
     def assemble(self, parts: Sequence[Part], empty: bytes | None) -> tuple[Any, Packer]:
         """Assemble a new chunk from the boxes of its parts."""
         libraries = {opened(part)[0].library for part in parts}
         if len(libraries) > 1:
             raise TypeError(f"the chunks of an array are of different libraries: {sorted(libraries)}")
-        table = self.tables.chunk_table(libraries.pop())
+        table = self.exchange.chunk_table(libraries.pop())
         return table.assemble(parts), table

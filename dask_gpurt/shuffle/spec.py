@@ -28,30 +28,15 @@ from dask_gpurt.dask_hooks.shuffle import (
 )
 from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
 from dask_gpurt.dask_hooks.types import SchedulerTask
-from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, Routed, Table, column_names, halves
+from dask_gpurt.frames import Packer, Part, Piece, Routed, Table, column_names, halves
 from dask_gpurt.frames.boxes import Grid
 from dask_gpurt.frames.registry import device_kind, has_unknown_categories
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.owners import Owners
 
 if TYPE_CHECKING:
+    from dask_gpurt.exchange.exchange import Exchange
     from dask_gpurt.shuffle.run import ShuffleRun
-
-
-class FrameBackends(Protocol):
-    """Provide the backends of a worker; implemented by its exchange."""
-
-    def table(self, frame: Any) -> Table:
-        """Return the backend for a frame."""
-        ...
-
-    def chunk_table(self, library: str) -> ChunkTable:
-        """Return the backend for the chunks of an array library."""
-        ...
-
-    def pool_bytes(self, kind: str) -> int:
-        """Return the capacity of a device's exchange pool, which is created if need be. Blocks."""
-        ...
 
 
 class Input(Protocol):
@@ -120,14 +105,14 @@ class RunSpec(DaskShuffleSpec[int]):
         """Return a description of the smallest part that an input can be split into, for messages."""
 
     @abstractmethod
-    def input(self, data: Any, source: int, tables: FrameBackends) -> Input:
+    def input(self, data: Any, source: int, exchange: Exchange) -> Input:
         """Validate an input, and return it ready to be split.
 
         Raises ValueError if the input does not have the columns or the shape of the collection.
         """
 
     @abstractmethod
-    def assembler(self, tables: FrameBackends) -> Assembler:
+    def assembler(self, exchange: Exchange) -> Assembler:
         """Return the assembler of the outputs on one worker."""
 
     def source_of(self, input_id: Any) -> int:
@@ -242,10 +227,10 @@ class ShuffleSpec(RunSpec):
     def smallest(self) -> str:
         return f"one row of shuffle {self.id}"
 
-    def input(self, data: Any, source: int, tables: FrameBackends) -> FrameInput:
+    def input(self, data: Any, source: int, exchange: Exchange) -> FrameInput:
         frame = self._validated(data, source)
         plain = frame.frame if isinstance(frame, Routed) else frame
-        return FrameInput(self, tables.table(plain), frame, plain)
+        return FrameInput(self, exchange.table(plain), frame, plain)
 
     def _validated(self, frame: Any, source: int) -> Any:
         """Return the partition with its columns in order; raise ValueError before any of it is published."""
@@ -274,8 +259,8 @@ class ShuffleSpec(RunSpec):
             )
         return frame[[name for name, known in zip(columns, expected, strict=True) if known in {*names}]]
 
-    def assembler(self, tables: FrameBackends) -> FrameAssembler:
-        return FrameAssembler(self, tables, pickle.loads(self.meta))
+    def assembler(self, exchange: Exchange) -> FrameAssembler:
+        return FrameAssembler(self, exchange, pickle.loads(self.meta))
 
 
 def _comparable(labels: Sequence[Any]) -> list[Any]:
@@ -356,12 +341,12 @@ class FrameAssembler:
     """Assemble output partitions of a shuffle."""
 
     spec: ShuffleSpec
-    tables: FrameBackends
+    exchange: Exchange
     meta: Any
 
     def assemble(self, parts: Sequence[Part], empty: bytes | None) -> tuple[Any, Packer]:
         """Concatenate the rows of parts."""
-        spec, table = self.spec, self.tables.table(self.meta)
+        spec, table = self.spec, self.exchange.table(self.meta)
         if not parts and empty is not None:
             return pickle.loads(empty), table
         with errors_of_data():
