@@ -70,7 +70,6 @@ def replace_planning(
     wraps: dict[Any, Wrap] = {
         PLANNING["__new__"]: lambda original: partial(made, original),
         PLANNING["optimize_until"]: lambda original: partial(optimise, original),
-        PLANNING["columns"]: lambda original: partial(columns, original),
         PLANNING["ndim"]: lambda original: partial(dimensions, original),
         PLANNING["__dask_tokenize__"]: lambda original: partial(
             name_read, partial(token_of_read, original, facts_written)
@@ -79,6 +78,8 @@ def replace_planning(
         PLANNING["_divisions"]: lambda original: partial(_divisions_of_binary, original, is_described),
     }
     for seam in PLANNING.seams:
+        if seam.attribute == "columns":
+            wraps[seam] = lambda original: partial(columns, original)
         if seam.attribute == "is_dataframe_like":
             wraps[seam] = lambda original: partial(_is_frame, original)
         if seam.name == f"{FrameBase.__module__}:new_collection":

@@ -265,6 +265,7 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "_concat:Concat._meta", "self", bodies=("68ba76724b9c",)),
         Seam(_EXPR + "io.parquet:ReadParquet._meta", "self", bodies=("c6e1b938295f",)),
         Seam(_EXPR + "_expr:Expr.columns", "self", bodies=("c8f9f1bf54f2",)),
+        Seam(_EXPR + "io.parquet:ReadParquet.columns", "self", bodies=("bc7c423c927d",)),
         Seam(_EXPR + "_expr:Expr.ndim", "self", bodies=("bb36e4651f03",)),
         Seam(_EXPR + "_collection:new_collection", "expr", bodies=("c36bbe3e051b",)),
         Seam(_EXPR + "_expr:Binop._divisions", "self", bodies=("a9807204db98",)),

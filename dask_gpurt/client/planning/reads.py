@@ -7,7 +7,7 @@ Decisions and their figures: ``docs/decisions/partitions.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -30,6 +30,8 @@ from dask_gpurt.dask_hooks.planning import is_sequence, keys_of
 
 #: The stages of an optimisation that come after tuning.
 LOWERED = ("physical", "simplified-physical", "fused")
+#: The attribute of a read that has its files.
+_FILES = "_gpurt_files"
 #: Dask's class for several files as one partition, for reads of pandas that it leaves as they are.
 FUSED: dict[type, type] = {parquet.ReadParquetFSSpec: FusedIO, parquet.ReadParquetPyarrowFS: FusedParquetIO}
 
@@ -260,8 +262,15 @@ def _files_at(read: Any, at: int) -> list[str]:
     return list(dict.fromkeys(files)) if all(isinstance(file, str) for file in files) else []
 
 
-def files_of(read: Any) -> list[str]:
+def files_of(read: Any) -> Sequence[str]:
     """Return the files of a read, whether or not all of their partitions are read."""
+    if (known := vars(read).get(_FILES)) is None:  # rules ask several times, and there may be hundreds
+        known = vars(read)[_FILES] = tuple(_files_of(read))
+    found: tuple[str, ...] = known
+    return found
+
+
+def _files_of(read: Any) -> list[str]:
     facts = read._dataset_info
     if not isinstance(read, parquet.ReadParquetPyarrowFS):
         of_parts = (file for at in range(len(read._plan["parts"])) for file in _files_at(read, at))
