@@ -125,6 +125,8 @@ def test_load_reads_the_environment() -> None:
         ("gpurt.overlap.mode", False, "off"),
         ("gpurt.overlap.mode", "4", 4),
         ("gpurt.overlap.mode", 1, 1),
+        ("gpurt.planning.partition-size", "0", 0),
+        ("gpurt.planning.broadcast-size", "Auto", None),
         ("gpurt.planning.store", "auto", "auto"),
         ("gpurt.planning.store", False, None),
         ("gpurt.planning.store", "Off", None),
@@ -134,7 +136,7 @@ def test_load_reads_the_environment() -> None:
 def test_good_values(key: str, value: object, expected: object) -> None:
     found: Any = load(nested(key, value))
     for name in key.split(".")[1:]:
-        found = getattr(found, name)
+        found = getattr(found, name.replace("-", "_"))
     assert found == expected
     assert isinstance(found, bool) == isinstance(expected, bool)
 

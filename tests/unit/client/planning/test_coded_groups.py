@@ -11,17 +11,17 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask._expr import optimize_until
 from dask.dataframe.dispatch import concat
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.reads import CodedRead, lower
-from dask_gpurt.client.planning.rules import Facts, PartitionSizes
+from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.coded_groups import CodedChunk, CodedGroups
 from dask_gpurt.dask_hooks.dictionary_reads import is_supported, with_dictionaries
 from tests.helpers.examples import examples
 from tests.helpers.planned import value_of
+from tests.helpers.rules import ONE_THREAD, tuned
 
 KEYS = {
     "number": st.integers(-3, 3),
@@ -44,9 +44,8 @@ pytestmark = pytest.mark.usefixtures("by_tasks")
 
 def planned(result: Any) -> tuple[Any, Facts]:
     """Return the plan of a computation after the rule, and what the rule has noted."""
-    facts = Facts(PartitionSizes(1, 1))
-    tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
-    return lower(CodedGroups().apply(tuned, facts), "simplified-physical"), facts
+    facts = Facts(ONE_THREAD)
+    return lower(CodedGroups().apply(tuned(result), facts), "simplified-physical"), facts
 
 
 def has(plan: Any, kind: type) -> bool:

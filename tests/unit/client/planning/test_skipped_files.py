@@ -12,16 +12,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dask._expr import FinalizeCompute, optimize_until
-from dask.base import collections_to_expr
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.reads import lower, read_of
-from dask_gpurt.client.planning.rules import Facts, PartitionSizes
+from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.skipped_files import SkipFiles
 from tests.helpers.examples import examples
 from tests.helpers.planned import value_of
+from tests.helpers.rules import ONE_THREAD, tuned
 
 FILES, ROWS = 9, 20
 START = pd.Timestamp("2024-02-27")
@@ -58,9 +57,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
 def planned(result: Any) -> tuple[Any, list[int]]:
     """Return the lowered plan of a computation, and the number of files of each of its reads."""
-    facts = Facts(PartitionSizes(1, 1))
-    plan: Any = FinalizeCompute(collections_to_expr([result]))
-    plan = SkipFiles().apply(optimize_until(plan, "tuned-logical"), facts)
+    plan = SkipFiles().apply(tuned(result), Facts(ONE_THREAD))
     reads = {each._name: len(each._partitions) for each in map(read_of, plan.walk()) if each is not None}
     return lower(plan, "fused"), sorted(reads.values())
 

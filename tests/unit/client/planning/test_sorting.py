@@ -11,7 +11,6 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask._expr import optimize_until
 from dask.dataframe.dask_expr import _shuffle
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from dask_gpurt.client.planning.rules.dependence import why_dependent
 from dask_gpurt.client.planning.rules.sorting import SortOnce
 from tests.helpers.examples import examples
 from tests.helpers.planned import value_of
+from tests.helpers.rules import tuned
 
 Read = Callable[[str], Any]
 
@@ -67,9 +67,8 @@ class _Quantiles:
 
 def planned(result: Any, rule: bool = True) -> Any:
     """Return the lowered plan of a computation."""
-    tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
-    facts = Facts(PartitionSizes(1, 1, 0, 0))
-    changed = SortOnce().apply(tuned, facts) if rule else tuned
+    plan, facts = tuned(result), Facts(PartitionSizes(1, 1, 0, 0))
+    changed = SortOnce().apply(plan, facts) if rule else plan
     why_dependent(changed)  # as other rules find out
     return lower(changed, "simplified-physical")
 
@@ -179,18 +178,15 @@ LEFT: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_to_dask(folder: Path, name: str) -> None:
-    tuned = optimize_until(
-        LEFT[name](dd.read_parquet(folder / "large")).expr.finalize_compute(), "tuned-logical"
-    )
-    assert SortOnce().apply(tuned, Facts(PartitionSizes(1, 1, 0, 0)))._name == tuned._name
+    plan = tuned(LEFT[name](dd.read_parquet(folder / "large")))
+    assert SortOnce().apply(plan, Facts(PartitionSizes(1, 1, 0, 0)))._name == plan._name
 
 
 def test_a_join_with_an_index_does_not_depend_on_partitions(folder: Path) -> None:
     large, small = (dd.read_parquet(folder / each) for each in ("large", "small"))
 
     def depends(result: Any) -> bool:
-        tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
-        return why_dependent(SortOnce().apply(tuned, Facts(PartitionSizes(1, 1, 0, 0)))) is not None
+        return why_dependent(SortOnce().apply(tuned(result), Facts(PartitionSizes(1, 1, 0, 0)))) is not None
 
     joined = large.join(small.set_index("code"), on="key", how="inner")
     assert not depends(joined.groupby("name", sort=True).more.sum())

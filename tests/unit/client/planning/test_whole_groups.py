@@ -9,16 +9,16 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask._expr import optimize_until
 from dask.dataframe.dask_expr._shuffle import ShuffleBase
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.reads import lower
-from dask_gpurt.client.planning.rules import Facts, PartitionSizes
+from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.whole_groups import WholeGroups
 from tests.helpers.examples import examples
 from tests.helpers.planned import value_of
+from tests.helpers.rules import ONE_THREAD, tuned
 
 KEYS = {
     "number": st.integers(-3, 3),
@@ -38,14 +38,14 @@ AGGREGATIONS = [
 pytestmark = pytest.mark.usefixtures("by_tasks")
 
 
-def tuned(result: Any) -> tuple[Any, Facts]:
+def ruled(result: Any) -> tuple[Any, Facts]:
     """Return the tuned plan of a computation after the rule, and what the rule has noted."""
-    facts = Facts(PartitionSizes(1, 1))
-    return WholeGroups().apply(optimize_until(result.expr.finalize_compute(), "tuned-logical"), facts), facts
+    facts = Facts(ONE_THREAD)
+    return WholeGroups().apply(tuned(result), facts), facts
 
 
 def planned(result: Any) -> Any:
-    return lower(tuned(result)[0], "simplified-physical")
+    return lower(ruled(result)[0], "simplified-physical")
 
 
 def is_shuffled(plan: Any) -> bool:
@@ -112,7 +112,7 @@ FRAME = pd.DataFrame({"key": [1, 2, 1, 3] * 5, "kind": ["a", "b"] * 10, "value":
 def test_groups_that_are_left_to_a_shuffle(result: Any, reason: str) -> None:
     groups = result(dd.from_pandas(FRAME, npartitions=4))
     spec = ["median"] if groups.obj.ndim == 1 else {"value": "median"}
-    _, facts = tuned(groups.agg(spec))
+    _, facts = ruled(groups.agg(spec))
     assert [(note.done, reason in note.text) for note in facts.notes] == [(False, True)], facts.notes
 
 
@@ -123,5 +123,5 @@ def test_groups_in_several_partitions_are_shuffled() -> None:
 
 
 def test_what_dask_decomposes_is_left() -> None:
-    _, facts = tuned(dd.from_pandas(FRAME, npartitions=4).groupby("key").agg({"value": "mean"}))
+    _, facts = ruled(dd.from_pandas(FRAME, npartitions=4).groupby("key").agg({"value": "mean"}))
     assert facts.notes == []
