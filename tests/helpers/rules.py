@@ -9,7 +9,7 @@ from typing import Any
 import dask.dataframe as dd
 import pandas as pd
 import pytest
-from dask._expr import FinalizeCompute, optimize_until
+from dask._expr import Expr, FinalizeCompute, optimize_until
 from dask.base import collections_to_expr
 
 from dask_gpurt.client.corrections import correct_with
@@ -55,7 +55,7 @@ def ruled(*results: Any, sizes: PartitionSizes = ONE_THREAD) -> tuple[Any, Facts
 
 def tuned(plan: Any) -> Any:
     """Return a plan, or that of a result, as the later rules get it."""
-    return optimize_until(plan if hasattr(plan, "walk") else computation(plan), "tuned-logical")
+    return optimize_until(plan if isinstance(plan, Expr) else computation(plan), "tuned-logical")
 
 
 def apply_rules(plan: Any, facts: Facts, *rules: Rule) -> Any:
