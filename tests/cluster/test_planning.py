@@ -144,6 +144,14 @@ def test_collections_are_published_sent_and_pickled(client: Client, path: Path) 
     assert client.submit(len, client.submit(list, rows)).result() == len(rows.columns)
 
 
+def test_an_array_of_chosen_rows_is_planned(client: Client, path: Path) -> None:
+    """Its expression has a dimension, but no columns."""
+    rows = dd.read_parquet(path)
+    total = rows[rows.small > 0].small.values.sum().compute()
+    assert total == rows[rows.small > 0].small.sum().compute()
+    assert "planning.as-dask" not in dask_gpurt.report(client).fallbacks
+
+
 def test_computations_at_the_same_time_are_of_the_same_shuffle(
     client: Client, library: Library, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

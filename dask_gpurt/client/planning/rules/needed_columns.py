@@ -22,6 +22,7 @@ from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._shuffle import SetIndex, SetIndexBlockwise, SortValues
 
+from dask_gpurt.client.planning.catalogue.schema import known_schema
 from dask_gpurt.client.planning.operations import (
     COMPARISONS,
     COMPUTING,
@@ -98,7 +99,14 @@ def _dtypes(expr: Any, names: Names) -> Needs:
 
 
 def _columns(expr: Any) -> list[Any]:
-    return list(expr.columns) if dimensions(expr) else []
+    """Return the columns of an expression; those of an array, as ``values`` makes, have no labels."""
+    if not dimensions(expr) or (known_schema(expr) is None and _is_array(expr._meta)):
+        return []
+    return list(expr.columns)
+
+
+def _is_array(meta: Any) -> bool:
+    return not (hasattr(meta, "columns") or hasattr(meta, "name"))
 
 
 def _rule_of(expr: Any) -> Callable[[Any, Names], Needs]:
