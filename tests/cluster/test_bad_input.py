@@ -14,6 +14,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
+from dask_gpurt.config import ConfigError
 from tests.helpers.clusters import QUICK, counters, instrument
 from tests.helpers.commands import HOOKS, run
 from tests.helpers.nightly import nightly
@@ -46,6 +47,17 @@ def assert_shuffles(client: Client, *, ours: bool) -> None:
 
 
 # ---- settings ------------------------------------------------------------------------
+
+
+def test_a_pool_larger_than_the_device_is_refused_by_the_workers(off: Client) -> None:
+    with dask.config.set({"gpurt.exchange.pool": "500 TiB"}), pytest.raises(ConfigError) as caught:
+        dask_gpurt.enable(off)
+    assert "'gpurt.exchange.pool' is 500 TiB" in str(caught.value)
+    assert "set it to less, or to 'auto'" in str(caught.value)
+    assert_shuffles(off, ours=False)
+    dask_gpurt.enable(off)
+    assert_shuffles(off, ours=True)
+    dask_gpurt.disable(off)
 
 
 @pytest.mark.slow

@@ -328,6 +328,17 @@ def test_counters_exist() -> None:
     assert [name for name in named if not find(name.replace("…", "any"))] == []
 
 
+def test_the_command_line_has_every_command_and_option() -> None:
+    page = WRITTEN[ROOT / "docs/reference/cli.md"]
+    for name, command in docs_pages.commands().items():
+        shown = section(page, name)
+        assert [
+            option
+            for option in command.params
+            if f"`{option.opts[0]}`" not in shown and option.opts[0][0] == "-"
+        ] == []
+
+
 def test_each_row_of_the_benchmarks_names_its_file() -> None:
     rows = cells(section(text("docs/benchmarks.md"), "Current figures"), 4)
     named = [re.fullmatch(r"`([\w.-]+\.json)`", cell) for cell in rows if cell]
