@@ -5,7 +5,8 @@ few: at a column that was assigned or renamed in between, at a condition on two 
 at a suffix, at a concatenation. Each row is then joined, and shuffled, before it is left out. Here conditions
 are traced to the columns of the operation that made the rows, its *root*, through all operations on rows in
 between; so it does not matter where a condition was written. A root passes on to its inputs what *all* that
-use its rows ask for: a join whose result is used twice, once with a filter, stays as it is.
+use its rows ask for: a join whose result is used twice, once with a filter, stays as it is. An index may be
+set after a filter if all that is done with it is that joins look it up.
 
 A condition on both sides of an inner join, such as one pair of names or another, stays above it, and what it
 says of each side alone is checked below as well.
@@ -40,7 +41,7 @@ import pandas as pd
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
-from dask.dataframe.dask_expr._shuffle import SortValues
+from dask.dataframe.dask_expr._shuffle import SetIndex, SetIndexBlockwise, SortValues
 
 from dask_gpurt.client.planning.operations import (
     COMPUTING,
@@ -262,6 +263,8 @@ class _Plan(RowRoots):
             return self._below_groups(root, condition, columns)
         if kind is Concat:
             return list(_below_concat(root, condition, columns))
+        if kind in (SetIndex, SetIndexBlockwise):
+            return self._below_index(root, condition)
         is_distinct = kind is _reductions.DropDuplicates and columns <= {*listed(root.subset or root.columns)}
         if is_distinct and not root.ignore_index and not _has_floats(root, columns):
             return [((name_of(root), 0), _on_other(root, condition, root.frame))]
@@ -311,6 +314,19 @@ class _Plan(RowRoots):
         if any(user != name_of(resets) for _, (user, _) in self.exits[name_of(groups)]):
             raise _LeftError("others use the groups as well")
         return [((name_of(groups), 0), _on_other(resets, condition, groups.frame))]
+
+    def _below_index(self, index: Any, condition: Any) -> list[Placed]:
+        key = index.operands[1]
+        if isinstance(key, Expr) or key not in index.frame.columns or index.append:
+            raise _LeftError("its index is not one of its columns alone")
+        for _, (name, position) in self.exits[name_of(index)]:
+            user = self.exprs[name]
+            if type(user) is not Merge or (user.left_index, user.right_index) != (
+                position == 0,
+                position == 1,
+            ):
+                raise _LeftError("more is done with its index than that a join looks it up")
+        return [((name_of(index), 0), _on_other(index, condition, index.frame))]
 
     # ---- what would be seen -----------------------------------------------------------------------
 

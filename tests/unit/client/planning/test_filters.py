@@ -130,6 +130,12 @@ def merged(frame: Any, other: Any, first: int, second: int, how: str) -> Any:
     if how == "left" and first % 3 == 0:
         lookup = other.groupby("key").agg({"tiny": "max", "label": "max"})
         return frame.merge(lookup, left_on=keys[first % len(keys)], right_index=True, how=how)
+    if how in ("inner", "left") and first % 5 == 1:
+        lookup = other.set_index("key")
+        lookup = lookup[condition(lookup, second, first)] if second % 2 else lookup
+        return frame.merge(
+            lookup, left_on=keys[second % len(keys)], right_index=True, how=how, suffixes=suffixes
+        )
     if first % 2 and "key" in frame.columns:
         return frame.merge(other, on="key", how=how, suffixes=suffixes)
     return frame.merge(other, left_on=keys[first % len(keys)], right_on="key", how=how, suffixes=suffixes)
@@ -275,6 +281,21 @@ LATE: dict[str, Callable[[Any, Any], Any]] = {
         .pipe(where, lambda rows: (rows.day == 2) & rows.name.isin(["a", "b"]))
         .twice.sum()
     ),
+    "tables that are looked up by an index": lambda large, small: (
+        large.merge(
+            small.merge(
+                small[["key", "label"]].add_prefix("n_").set_index("n_key"),
+                left_on="key",
+                right_index=True,
+                how="left",
+            ).set_index("key"),
+            left_on="key",
+            right_index=True,
+            how="left",
+        )
+        .pipe(where, lambda rows: (rows.n_label == "a") & (rows.n > 1))
+        .more.sum()
+    ),
     "two kinds of booleans with nulls": lambda large, small: (
         large.merge(small, on="key")
         .pipe(where, lambda rows: rows.s.str.contains("1|2"))
@@ -355,6 +376,15 @@ def test_what_a_condition_says_of_each_side_is_checked_first(read: Read) -> None
 
 #: Programs whose results would be others, and what says so.
 LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "an index by which both sides are joined": (
+        lambda large, small: (
+            small.set_index("key")
+            .pipe(where, lambda rows: rows.label == "a")
+            .join(small.groupby("key").tiny.max().to_frame("largest"))
+            .more.sum()
+        ),
+        "more is done with its index than that a join looks it up",
+    ),
     "all rows are used as well": (
         lambda large, small: (lambda rows: rows[rows.n > 1].more.sum() + rows.more.sum())(
             large.merge(small, on="key")
