@@ -95,10 +95,12 @@ class Columns(NamedTuple):
 
     ``varying``: those whose dtype may differ from partition to partition.
     ``without_nulls``: those that have no nulls in any partition.
+    ``counts``: those that are numbers of rows: ``int64`` or, beside nulls, ``float64``, which has them all.
     """
 
     varying: frozenset[Any] = frozenset()
     without_nulls: frozenset[Any] = frozenset()
+    counts: frozenset[Any] = frozenset()
 
     def renamed(self, before: Iterable[Any], after: Iterable[Any]) -> Columns:
         """Return the description of columns that are renamed, or left out, by position."""
@@ -106,12 +108,13 @@ class Columns(NamedTuple):
         varying = frozenset(new for old, new in pairs if old in self.varying)
         if len({old for old, _ in pairs}) < len(pairs):
             return Columns(varying)
-        return Columns(varying, frozenset(new for old, new in pairs if old in self.without_nulls))
+        others = (frozenset(new for old, new in pairs if old in each) for each in self[1:])
+        return Columns(varying, *others)
 
     def only(self, names: Iterable[Any]) -> Columns:
         """Return the description of some of the columns."""
         chosen = frozenset(names)
-        return Columns(self.varying & chosen, self.without_nulls & chosen)
+        return Columns(*(each & chosen for each in self))
 
 
 #: Returns the description of the columns of an input.
@@ -417,7 +420,7 @@ def after_operation(expr: Any, known: Known) -> Columns | None:
         chooses_by = [expr.predicate] if kind is _expr.Filter else []
         return None if any(known(each).varying for each in chooses_by) else KEEPING[kind](expr, known)
     if kind not in _BLIND and any(known(each).varying for each in expr.dependencies()):
-        return None
+        return _after_counts(expr, known)
     are_fixed = COMPUTING[kind](expr) if is_of_pandas(expr) or kind in _DIVISIONS else True
     inputs = [each for each in expr.dependencies() if getattr(each, "ndim", 0)]
     have_no_nulls = all(known(each).without_nulls >= set(each.columns) for each in inputs)
@@ -431,6 +434,36 @@ def after_operation(expr: Any, known: Known) -> Columns | None:
         nothing if are_fixed else names,
         names if are_fixed and have_no_nulls and makes_no_nulls else nothing,
     )
+
+
+def _after_counts(expr: Any, known: Known) -> Columns | None:
+    """Describe what is made of numbers of rows, which are floats in partitions where some are null.
+
+    Both have the same values, and so has what is computed of these alone, whichever dtype they have.
+    """
+    kind, columns = type(expr), known(expr.operands[0]) if isinstance(expr.operands[0], Expr) else Columns()
+    are_counts = all(known(each).varying <= known(each).counts for each in expr.dependencies())
+    if not are_counts or not is_of_pandas(expr):
+        return None
+    if kind is _expr.Fillna:
+        given = expr.value if isinstance(expr.value, Mapping) else {name: expr.value for name in expr.columns}
+        is_known = given.keys() <= columns.counts and all(map(_is_count, given.values()))
+        return columns if is_known else None
+    if kind is _expr.AsType:
+        return (
+            Columns() if expr.operand("dtypes") in (int, float, "int64", "float64", "int", "float") else None
+        )
+    if kind in COMPARISONS and len(expr.operands) == 2:
+        return Columns() if _is_count(expr.operands[1]) else None
+    return Columns() if kind is _expr.Div and all(_is_number(each) for each in expr.operands) else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= 2**53
+
+
+def _is_number(operand: Any) -> bool:
+    return has_kinds(operand, "if") if isinstance(operand, Expr) else _is_count(operand)
 
 
 def _is_plain(operand: Any) -> bool:

@@ -431,7 +431,19 @@ def _columns_of(expr: Any, inputs: list[_Rows]) -> Columns | None:
         return None
     if isinstance(expr, (_reductions.NLargest, _reductions.DropDuplicates)):
         return frame
-    return Columns()
+    return Columns(counts=_numbers_of_rows(expr))
+
+
+def _numbers_of_rows(expr: Any) -> frozenset[Any]:
+    """Return the columns of groups that are numbers of rows."""
+    if not isinstance(expr, _groupby.GroupByBase):
+        return frozenset()
+    if isinstance(expr, _groupby.GroupbyAggregationBase):
+        spec = expr.arg if isinstance(expr.arg, Mapping) else {}
+        return frozenset(
+            name for name, how in spec.items() if isinstance(how, str) and how in _COUNTS_BY_NAME
+        )
+    return frozenset(expr.columns if isinstance(expr, _COUNTS) else ())
 
 
 def _named(names: Any) -> frozenset[Any]:
@@ -451,13 +463,15 @@ def _columns_of_join(join: Any, left: Columns, right: Columns) -> Columns | None
     ):
         if join.how in (filled_by, "outer"):  # rows without a match get nulls
             narrow = {name for name, dtype in dtypes.items() if is_narrow(dtype) and name not in shared}
-            known = Columns(known.varying | (narrow if is_of_pandas(join) else set()))
+            known = Columns(known.varying | (narrow if is_of_pandas(join) else set()), counts=known.counts)
         sides.append(known.renamed(names.values(), names))
     # Keys are those of the left side, unless rows of the right one are without a match.
     is_mixed = join.how not in ("inner", "left") and is_of_pandas(join)
     mixed = {name for name in shared if one[name] != other[name] and is_mixed}
     return Columns(
-        sides[0].varying | sides[1].varying | mixed, sides[0].without_nulls | sides[1].without_nulls
+        sides[0].varying | sides[1].varying | mixed,
+        sides[0].without_nulls | sides[1].without_nulls,
+        (sides[0].counts | sides[1].counts) - shared,
     )
 
 

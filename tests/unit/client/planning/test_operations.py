@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from dask_gpurt.client.planning.operations import COMPUTING, KEEPING
 from dask_gpurt.client.planning.reads import FewerPartitions, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
-from dask_gpurt.client.planning.rules.dependence import columns_of_result
+from dask_gpurt.client.planning.rules.dependence import columns_of_result, why_dependent
 from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.examples import FACTOR, examples
 from tests.helpers.planned import by_size, value_of
@@ -307,3 +307,64 @@ def test_each_operation_of_the_catalogue_is_among_those_that_are_divided(kind: t
             if any(plans(program, consumer, seed)[1] for consumer in ("rows", "count")):
                 return
     raise AssertionError(f"no plan with {kind.__name__} is changed")
+
+
+# ---- numbers of rows beside nulls -----------------------------------------------------------------
+
+
+def with_counts(table: Any, counted: str) -> Any:
+    """Join rows with the numbers of rows of groups, which some rows have none of."""
+    groups = table[table.f > 0].groupby("j")
+    counts = {
+        "size": lambda: groups.size().to_frame("c"),
+        "count": lambda: groups.f.count().to_frame("c"),
+        "agg": lambda: groups.agg({"f": "count"}).rename(columns={"f": "c"}),
+    }[counted]()
+    return table[["i", "j", "f"]].merge(counts, left_on="j", right_index=True, how="left")
+
+
+#: What is done with the numbers, whose result is independent of partitions, and what is not known to be.
+OF_COUNTS: dict[str, Program] = {
+    "filled": lambda rows: rows.c.fillna(0).astype("int64").sum(),
+    "filled by a mapping": lambda rows: (
+        rows.fillna({"c": 0}).astype({"j": "int64"}).pipe(lambda all: all[all.c > 1].j.sum())
+    ),
+    "filled by half": lambda rows: rows.c.fillna(0.5).astype("int64").sum(),
+    "grouped by": lambda rows: (
+        rows.assign(c=rows.c.fillna(-1).astype("int64")).groupby("c", sort=True).j.sum()
+    ),
+    "compared": lambda rows: (rows.c.fillna(0) > 1).sum(),
+    "chosen by": lambda rows: rows[rows.c >= 2].j.sum(),
+    "a share": lambda rows: (rows.c / rows.j).sum(),
+    "a share of a number": lambda rows: (rows.c.fillna(0) / 7).astype("int64").sum(),
+}
+NOT_OF_COUNTS: dict[str, Program] = {
+    "a sum with large integers": lambda rows: (rows.c + rows.i).sum(),
+    "compared with large integers": lambda rows: (rows.c == rows.i).sum(),
+    "the numbers": lambda rows: rows.groupby("j", sort=True).c.max(),
+    "large integers": lambda rows: (
+        rows.merge(rows[["j", "i"]].rename(columns={"j": "f"}), on="f", how="left")
+        .i_y.fillna(0)
+        .astype("int64")
+        .sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_COUNTS)
+@examples(4)
+@given(seed=SEEDS, counted=st.sampled_from(["size", "count", "agg"]))
+def test_numbers_of_rows_do_not_depend_on_how_rows_are_divided(name: str, seed: int, counted: str) -> None:
+    result, changed = plans(lambda table: OF_COUNTS[name](with_counts(table, counted)), "rows", seed)
+    for plan in changed:
+        assert_same(
+            outcome(functools.partial(value_of, plan)), outcome(result.compute), exact="share" not in name
+        )
+
+
+@pytest.mark.parametrize(("programs", "is_free"), [(OF_COUNTS, True), (NOT_OF_COUNTS, False)])
+def test_what_is_known_of_numbers_of_rows(programs: dict[str, Program], is_free: bool) -> None:
+    for name, program in programs.items():
+        result = program(with_counts(dd.read_parquet(table_of(1)), "size"))
+        tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
+        assert (why_dependent(tuned) is None) is is_free, name
