@@ -19,11 +19,14 @@ from dask.dataframe import Series
 from dask.dataframe.dask_expr._expr import (
     Blockwise,
     Elemwise,
+    Fillna,
     Filter,
     FilterAlign,
     Index,
     Projection,
     RenameSeries,
+    Replace,
+    Round,
 )
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
@@ -146,6 +149,24 @@ def _keep_sides_of_joins(original: Callable[..., Any], expr: Any, parent: Any, d
         kept = (getattr(each, expr.how)._name for each in (expr, found))
         return None if next(kept) == next(kept) else found
     return found
+
+
+def _keep_column_of_mapping(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
+    """Have values filled, replaced or rounded by columns also if a program wants one of these alone.
+
+    Dask does so with that column as a series, of which pandas looks for the labels of rows in the mapping.
+    """
+    found = original(expr, parent, dependents)
+    is_by_columns = type(expr) in _BY_COLUMNS and any(isinstance(each, Mapping) for each in expr.operands[1:])
+    if not is_by_columns or type(found) is not type(expr) or (found.ndim, expr.ndim) != (1, 2):
+        return found
+    name = parent.operand("columns")
+    if len(expr.frame.columns) == 1:
+        return None
+    return Projection(type(expr)(expr.frame[[name]], *expr.operands[1:]), name)
+
+
+_BY_COLUMNS = (Fillna, Replace, Round)
 
 
 def _filter_in_turn(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
@@ -507,6 +528,7 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("GroupByReduction.aggregate_kwargs", _drop_groups_of_nulls),
     ("Filter._simplify_up", _keep_other_operands),
     ("Merge._simplify_up", _keep_sides_of_joins),
+    ("Elemwise._simplify_up", _keep_column_of_mapping),
     ("Filter._simplify_up", _filter_in_turn),
     ("Expr._projection_columns", _need_whole_frames),
     ("ApplyConcatApply._lower", _square_floats),

@@ -183,6 +183,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_groupby:GroupByApply.need_to_shuffle", "self", bodies=("4a9105165193",)),
         Seam(_EXPR + "_groupby:GroupByApply._lower", "self"),
         Seam(_EXPR + "_expr:Expr._projection_columns", "self"),
+        Seam(_EXPR + "_expr:Elemwise._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_expr:Filter._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_expr:AsType._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_expr:Head._simplify_down", "self"),

@@ -820,6 +820,25 @@ def test_rows_are_chosen_by_labels_of_groups(condition: str, groups: str) -> Non
     same_rows(program(dd.from_pandas(rows, npartitions=3)).compute(), program(rows))
 
 
+BY_COLUMNS: dict[str, Callable[[Any], Any]] = {
+    "filled": lambda rows: rows.fillna({"y": 0}).y,
+    "another one filled": lambda rows: rows.fillna({"y": 0}).x,
+    "filled by labels of rows": lambda rows: rows.y.fillna({3: 7.0}),
+    "replaced": lambda rows: rows.replace({"j": {2: 9}}).j,
+    "rounded": lambda rows: rows.round({"y": 1}).y,
+    "filled and used": lambda rows: rows[rows.fillna({"y": 0}).y == 0].x,
+    "filled, of one column": lambda rows: rows[["y"]].fillna({"y": 0}).y,
+    "filled and converted": lambda rows: rows.fillna({"y": 0, "k": 1}).assign(z=1).y.astype("int64"),
+}
+
+
+@pytest.mark.parametrize("name", BY_COLUMNS)
+def test_what_is_said_by_columns_holds_for_one_of_them(name: str) -> None:
+    frame = LEFT.assign(y=(LEFT.x / 7).where(LEFT.x % 3 > 0))
+    ours = BY_COLUMNS[name](dd.from_pandas(frame, npartitions=3)).compute()
+    pd.testing.assert_series_equal(ours, BY_COLUMNS[name](frame))
+
+
 class TestFilesReadAsOnePartition:
     """Where one of many columns is read, Dask reads several files as one partition."""
 
