@@ -53,6 +53,7 @@ from dask_gpurt.client.planning.rules.needed_groups import NeededGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.rules.renaming import Renaming
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
+from dask_gpurt.client.planning.rules.row_functions import RowFunctions
 from dask_gpurt.client.planning.rules.semi_joins import SemiJoins
 from dask_gpurt.client.planning.rules.skipped_files import SkipFiles
 from dask_gpurt.client.planning.rules.sorting import SortOnce
@@ -99,7 +100,7 @@ EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_19
 
 #: The rules for plans as users write them, before Dask simplifies these, in the order of application.
 EARLY_RULES: tuple[Rule, ...] = (
-    *(RowChoices(), Unequal(), CommonGroups(), GroupSizes(), Renaming(), Filters()),
+    *(RowChoices(), Unequal(), CommonGroups(), GroupSizes(), Renaming(), Filters(), RowFunctions()),
 )
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
 RULES: tuple[Rule, ...] = (

@@ -85,7 +85,10 @@ def _kind_of(classes: tuple[type, ...]) -> str | None:
 
 #: Dask's classes by the word for what they do. Lowered operations derive from those that they stand for.
 _KINDS = {
-    "apply": {"Apply", "Map", "MapPartitions", "GroupByApply", "GroupByTransform", "GroupByUDFBlockwise"},
+    "apply": {
+        *("Apply", "Map", "MapPartitions", "OnColumns"),
+        *("GroupByApply", "GroupByTransform", "GroupByUDFBlockwise"),
+    },
     "join": {"Merge"},
     "sort": {"SortValues"},
     "set_index": {"SetIndex"},
