@@ -21,14 +21,32 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-#: Operations of Python's machine that change what outlives a call, or make functions, or enter a context.
-_CHANGING = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_SUBSCR", "STORE_SLICE")
-_OTHER = ("DELETE_", "IMPORT_", "MAKE_FUNCTION", "LOAD_BUILD_CLASS", "YIELD", "SEND", "BEFORE_", "SETUP_")
-#: Methods that change constants of Python.
+#: Operations of Python's machine, of versions 3.11 to 3.13, that change nothing that outlives a call. A
+#: function with any other is not known, so what a later version adds is left alone.
+_NAMES_OF_OPERATIONS = """
+    CACHE COPY COPY_FREE_VARS EXTENDED_ARG NOP POP_TOP PUSH_NULL RESUME SWAP
+    BINARY_OP BINARY_SLICE BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SET BUILD_SLICE
+    BUILD_STRING BUILD_TUPLE COMPARE_OP CONTAINS_OP CONVERT_VALUE FORMAT_SIMPLE FORMAT_VALUE
+    FORMAT_WITH_SPEC IS_OP TO_BOOL UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNARY_POSITIVE
+    CALL CALL_KW KW_NAMES PRECALL RETURN_CONST RETURN_VALUE
+    END_FOR FOR_ITER GET_ITER UNPACK_SEQUENCE JUMP_BACKWARD JUMP_FORWARD JUMP_IF_FALSE_OR_POP
+    JUMP_IF_TRUE_OR_POP POP_JUMP_BACKWARD_IF_FALSE POP_JUMP_BACKWARD_IF_NONE POP_JUMP_BACKWARD_IF_NOT_NONE
+    POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE POP_JUMP_FORWARD_IF_NONE
+    POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE POP_JUMP_IF_FALSE POP_JUMP_IF_NONE
+    POP_JUMP_IF_NOT_NONE POP_JUMP_IF_TRUE
+    LIST_APPEND LIST_EXTEND SET_ADD SET_UPDATE
+    LOAD_ATTR LOAD_CONST LOAD_DEREF LOAD_FAST LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_GLOBAL LOAD_METHOD
+    STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST
+"""
+_OPERATIONS = frozenset(_NAMES_OF_OPERATIONS.split())
+#: Methods that change constants of Python, or tell the time.
 _METHODS = frozenset(
     ["add", "append", "clear", "difference_update", "discard", "extend", "insert", "intersection_update"]
     + ["pop", "popitem", "remove", "reverse", "setdefault", "sort", "symmetric_difference_update", "update"]
+    + ["now", "today", "utcnow"]
 )
+#: Functions of Python that see the row by another name than its own.
+_LOOKING = frozenset(["dir", "eval", "exec", "locals", "vars"])
 #: Functions of Python that compute.
 _BUILTINS = ("abs", "bool", "float", "int", "isinstance", "len", "max", "min", "ord", "round", "str", "tuple")
 #: What pandas and numpy have for single values.
@@ -40,6 +58,7 @@ _OF_LIBRARIES: Mapping[str, Any] = {
     "pandas": SimpleNamespace(isna=pd.isna, isnull=pd.isnull, notna=pd.notna, notnull=pd.notnull, NaT=pd.NaT),
 }
 _CONSTANTS = (bool, int, float, str, bytes, type(None), pd.Timestamp, pd.Timedelta)
+_IN_PLACE = frozenset(["+=", "-=", "*=", "|=", "&=", "^="])
 #: How many functions may call each other.
 _DEPTH = 3
 
@@ -56,13 +75,15 @@ def pure(function: Any, instead: Mapping[str, Any] | None = None) -> Callable[[A
         return None
     try:
         return _remade(function, instead, _DEPTH)
-    except LookupError:
+    except (LookupError, ValueError):  # a name, or a variable of another function, without a value
         return None
 
 
 def names_used(function: FunctionType) -> frozenset[str] | None:
     """Return the columns that a function of a row takes from it; None if it does anything else with it."""
     code, names = function.__code__, set[str]()
+    if not code.co_argcount or not _LOOKING.isdisjoint(code.co_names):
+        return None
     steps = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "RESUME")]
     argument = code.co_varnames[0]
     for at, step in enumerate(steps):
@@ -91,8 +112,11 @@ def _remade(function: FunctionType, instead: Mapping[str, Any] | None, depth: in
     if depth == 0 or not _only_computes(code):
         raise LookupError(function.__name__)
 
+    # What ``+=`` changes in place may be a list of the program.
+    is_in_place = any(step.argrepr in _IN_PLACE for step in dis.get_instructions(code))
+
     def known(name: str, value: Any) -> Any:
-        if _is_constant(value, depth if instead is None else 1):
+        if _is_constant(value, 1 if instead is not None or is_in_place else depth):
             return value
         if isinstance(value, FunctionType):
             return _remade(value, instead, depth - 1)
@@ -128,7 +152,7 @@ def _only_computes(code: CodeType) -> bool:
         return False
     before = True
     for step in dis.get_instructions(code):
-        if step.opname in _CHANGING or step.opname.startswith(_OTHER):
+        if step.opname not in _OPERATIONS:
             return False
         if step.opname == "IS_OP" and before is not None:
             return False  # objects are others than those that pandas has

@@ -71,13 +71,17 @@ def columns_taken(function: Any) -> frozenset[str] | None:
     return names if names and not any(hasattr(dict, name) for name in names) else None
 
 
-def on_columns(rows: Any, function: Any, *, is_mixed: bool | None = None) -> Any:
-    """Return what ``map`` of a series with a function, or ``apply`` of a frame by rows, returns.
+def on_columns(
+    rows: Any, function: Any, method: str = "map", *, is_mixed: bool | None = None, meta: Any = None
+) -> Any:
+    """Return what a method of a series with a function, or ``apply`` of a frame by rows, returns.
 
     ``is_mixed``: whether rows have had a column of times or strings besides those that are left; None if all
-    columns are left.
+    columns are left. ``meta``: what is returned then for no rows, of which pandas returns all columns.
     """
-    whole = _by_rows(function, is_mixed) if rows.ndim == 2 else lambda some: some.map(function)
+    if is_mixed and not len(rows) and meta is not None:
+        return meta
+    whole = _by_rows(function, is_mixed) if rows.ndim == 2 else operator.methodcaller(method, function)
     if len(rows) < FEWEST or isinstance(rows.index, pd.MultiIndex):
         return whole(rows)
     for compute in (partial(_computed, whole=whole, is_mixed=is_mixed), _of_distinct):
@@ -252,7 +256,19 @@ def _stand_in(rows: Any, is_mixed: bool | None) -> Callable[[Any], Any]:
     return lambda positions: _Row(arrays, positions)
 
 
-class _Row:
+class _StandIn:
+    """Refuse what every object of Python can do, or else it would be done with the stand-in itself."""
+
+    __slots__ = ()
+
+    def _refuse(self, *args: Any) -> Any:
+        raise _Unknown
+
+    # Without iteration, Python would take items until there is an IndexError, of any row.
+    __bool__ = __iter__ = __repr__ = __str__ = __format__ = __eq__ = __ne__ = __hash__ = _refuse
+
+
+class _Row(_StandIn):
     """Stand for a row of a frame."""
 
     __slots__ = ("_at", "_columns")
@@ -271,11 +287,10 @@ class _Row:
         return self[name]
 
 
-class _Column:
+class _Column(_StandIn):
     """Stand for a value: the values of a column, on which operations are those of each value."""
 
     __slots__ = ("array", "kind")
-    __hash__ = None  # type: ignore[assignment]
     #: Scalars of numpy leave operations to the column.
     __array_ufunc__ = None
 
@@ -319,19 +334,10 @@ class _Column:
         if self.kind != "s":
             raise _Unknown
         numbers, distinct = pd.factorize(self.array)  # of null there are no methods
-        if len(numbers) and numbers.min() < 0:
-            raise _Unknown
+        if len(numbers) and (numbers.min() < 0 or len(distinct) > max(FEWEST, FEW * len(numbers))):
+            raise _Unknown  # a chain of conditions asks again for each part
         found = pd.Series([function(value) for value in distinct])
         return _Column(_array(found).take(numbers))
-
-    def __iter__(self) -> Any:  # or Python takes items until there is an IndexError, of any row
-        raise _Unknown
-
-    def __format__(self, text: str) -> str:
-        raise _Unknown
-
-    def __str__(self) -> str:
-        raise _Unknown
 
     def __neg__(self) -> _Column:
         return _Column(-_number(self))
@@ -425,13 +431,16 @@ for _name in ("and_", "or_", "xor"):
 
 
 def _is_null(value: Any) -> Any:
-    if not isinstance(value, _Column):
-        return pd.isna(value)
-    return _Column(np.asarray(pd.isna(value.array)))
+    if isinstance(value, _Column):
+        return _Column(np.asarray(pd.isna(value.array)))
+    if type(value) not in _RESULTS:
+        raise _Unknown  # columns in a list, or a row
+    return pd.isna(value)
 
 
 def _is_not_null(value: Any) -> Any:
-    return _Column(~_is_null(value).array) if isinstance(value, _Column) else pd.notna(value)
+    found = _is_null(value)
+    return _Column(~found.array) if isinstance(found, _Column) else not found
 
 
 def _is_nan(value: Any) -> Any:

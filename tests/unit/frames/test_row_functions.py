@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.frames import row_functions
+from dask_gpurt.frames import pure_functions, row_functions
 from dask_gpurt.frames.pure_functions import names_used, pure
 from dask_gpurt.frames.row_functions import can_compute, columns_taken, on_columns
 from tests.helpers.examples import examples
@@ -235,6 +235,54 @@ def test_integers_beside_strings_stay_integers_without_the_strings() -> None:
     assert on_columns(rows, lambda row: row["count"] if row.damp >= 0 else 0, is_mixed=True).dtype == "int64"
 
 
+def test_a_function_of_values_may_return_series() -> None:
+    values, function = readings()["count"], lambda value: pd.Series([value, value + 1])
+    assert can_compute(function, 1)
+    assert_same(on_columns(values, function, "apply"), values.apply(function))
+
+
+def test_what_is_written_of_a_value_is_its_own() -> None:
+    function = function_of("f'{row!r}'")
+    values = pd.Series(np.arange(ROWS)).where(lambda value: ~value.isin([0, ROWS // 2, ROWS - 1]), 7)
+    assert_same(on_columns(values, function), values.map(function))
+
+
+def test_columns_in_a_list_are_not_asked_for_nulls() -> None:
+    found = pure(function_of("pd.isna([row]).any()"), row_functions._INSTEAD)
+    assert found is not None
+    with pytest.raises(row_functions._Unknown):
+        found(row_functions._Column(np.arange(3.0)))
+
+
+def test_a_list_that_is_added_to_in_place_is_added_to_once_for_each_value() -> None:
+    seen: list[int] = []
+
+    def noted(value: int) -> int:
+        every = seen
+        every += [value]
+        return len(every)
+
+    assert on_columns(readings()["count"], noted).tolist() == [*range(1, ROWS + 1)]
+
+
+def test_methods_of_strings_that_do_not_repeat_are_left() -> None:
+    links = pd.Series([f"/{i % 40}/{i}" for i in range(ROWS)], dtype="str")
+    with pytest.raises(row_functions._Unknown):
+        row_functions._computed(links, lambda link: link.startswith("/7/"), links.map, None)
+
+
+def test_no_rows_are_what_metadata_says() -> None:
+    meta = pd.Series([], dtype="int64")
+    rows = readings()[["heat", "count"]][:0]
+    assert on_columns(rows, lambda row: int(row.heat), is_mixed=True, meta=meta) is meta
+
+
+def test_operations_of_later_versions_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pure_functions, "_OPERATIONS", pure_functions._OPERATIONS - {"COMPARE_OP"})
+    assert pure(lambda value: value + 1) is not None
+    assert pure(grade) is None
+
+
 TOTAL: list[int] = []
 
 
@@ -260,6 +308,7 @@ def _caught(value: Any) -> Any:
         lambda value: [each for each in value],
         lambda value: value is math.nan,
         lambda value: value.__class__,
+        lambda value: value.now(),
         lambda value, other: value,
         lambda *values: values,
         _caught,
@@ -292,6 +341,9 @@ def test_a_function_is_known_with_its_names_alone() -> None:
         (lambda row: grade(row), None),
         (_with_a_loop, None),
         (lambda row: row.name, None),
+        (lambda row: row.heat + eval("row.damp"), None),
+        (lambda row: row.heat + locals()["row"].damp, None),
+        (lambda: 1, None),
     ],
 )
 def test_columns_that_a_function_takes(function: Any, names: Any) -> None:

@@ -23,6 +23,7 @@ The figure
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -40,10 +41,11 @@ from dask_gpurt.frames.row_functions import can_compute, columns_taken, on_colum
 class OnColumns(_expr.Elemwise):
     """Compute a function for each value, or row, on columns where it can be.
 
-    The last operand: whether rows have had strings or times besides the columns that are left.
+    The last two operands: which method calls the function for each, and whether rows have had strings or
+    times besides the columns that are left.
     """
 
-    _parameters = ["frame", "function", "meta", "is_mixed"]
+    _parameters = ["frame", "function", "meta", "method", "is_mixed"]
 
     @functools.cached_property
     def _meta(self) -> Any:
@@ -51,7 +53,9 @@ class OnColumns(_expr.Elemwise):
 
     def _task(self, name: Any, index: int) -> Any:
         rows = TaskRef((name_of(self.frame), index))
-        return Task(name, on_columns, rows, self.function, is_mixed=self.is_mixed)
+        return Task(
+            name, on_columns, rows, self.function, self.method, is_mixed=self.is_mixed, meta=self._meta
+        )
 
 
 class RowFunctions:
@@ -68,17 +72,14 @@ class RowFunctions:
                 facts.note(self, name_of(expr), f"is computed for each row, since {reason}")
                 return expr
             frame, is_mixed = expr.frame, None
-            if (
-                frame.ndim == 2
-                and (taken := columns_taken(function))
-                and any(map(_is_object, dtypes_of(frame)))
-            ):
+            if frame.ndim == 2 and (taken := columns_taken(function)) and _are_objects(dtypes_of(frame)):
                 names = [name for name in frame.columns if name in taken]
                 if len(names) == len(taken):
                     frame, is_mixed = frame[names], True
             facts.note(self, name_of(expr), "computes a function on columns where it can be", done=True)
             made: Any = OnColumns
-            return made(frame, function, expr._meta, is_mixed)
+            method = "map" if type(expr) is _expr.Map else "apply"
+            return made(frame, function, expr._meta, method, is_mixed)
 
         return rebuild(plan, change)
 
@@ -101,6 +102,14 @@ def _why_left(expr: Any, function: Any) -> str | None:
     return None if can_compute(function, frame.ndim) else "its code may do more than compute"
 
 
-def _is_object(dtype: Any) -> bool:
-    """Return whether a column of a dtype makes objects of all values of a row, with nulls or without."""
-    return (isinstance(dtype, np.dtype) and dtype.kind == "M") or isinstance(dtype, pd.StringDtype)
+def _are_objects(dtypes: Iterable[Any]) -> bool:
+    """Return whether values of a row are objects whichever of its columns are left beside one of strings.
+
+    So they are if strings or times are beside numbers. Rows of times alone have one unit.
+    """
+
+    def kind_of(dtype: Any) -> str:
+        kind = dtype.kind if isinstance(dtype, np.dtype) else "s" * isinstance(dtype, pd.StringDtype)
+        return "n" if kind in ("i", "u", "f", "b") else kind
+
+    return len({"n", "M", "s"} & {*map(kind_of, dtypes)}) > 1

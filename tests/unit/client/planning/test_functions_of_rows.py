@@ -121,3 +121,26 @@ def test_functions_that_are_left_have_a_reason(
     plan, facts = ruled(program(read()))
     assert not is_on_columns(plan)
     assert reason in " ".join(note.text for note in facts.notes if note.rule == "RowFunctions")
+
+
+def test_times_of_several_units_have_that_of_the_row() -> None:
+    times = pd.DataFrame({"begun": trips().begun.astype("M8[s]"), "ended": trips().begun.astype("M8[ns]")})
+    result = as_series(dd.from_pandas(times, npartitions=1), lambda row: row.begun, (None, times.ended.dtype))
+    plan, _ = ruled(result)
+    assert value_of(plan).dtype == value_of(computation(result)).dtype == "M8[ns]"
+
+
+def test_a_function_of_values_that_returns_series_makes_a_frame() -> None:
+    meta = pd.DataFrame({0: [0], 1: [0]})
+    rows = dd.from_pandas(trips(), npartitions=1)
+    result = rows.zone.apply(lambda zone: pd.Series([zone, zone + 1]), meta=meta)
+    plan, _ = ruled(result)
+    pd.testing.assert_frame_equal(value_of(plan), value_of(computation(result)))
+
+
+def test_partitions_without_rows_have_no_columns_of_their_own() -> None:
+    rows = dd.from_pandas(trips(), npartitions=3, sort=False)
+    some = rows[rows.zone > 99]
+    plan, _ = ruled(some.apply(lambda row: int(row.km), axis=1, meta=("km", "int64")))
+    assert is_on_columns(plan)
+    assert value_of(plan).ndim == 1
