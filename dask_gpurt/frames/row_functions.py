@@ -3,8 +3,8 @@
 ``frame.apply(function, axis=1)`` and ``series.map(function)`` call a function of Python for each row. Here it
 is called with all rows at once, in place of a value something that stands for a column and computes as each
 of its values would. Where it asks whether a condition is true, and that differs from row to row, the rows are
-divided, and it is called again for either part: so each branch is computed for its rows only. What cannot be
-computed so is computed once for each distinct value, if there are few, or else as before.
+divided, and it is called again for either part: so each branch is computed for its rows only. If values
+are few, it is called once for each distinct one instead. What cannot be computed so is computed as before.
 
 The values are those of Python. So operations that could have another result on columns are not known: powers,
 functions of libm, sums of integers that float64 does not hold, divisions by zero, which are errors, and
@@ -84,7 +84,7 @@ def on_columns(
     whole = _by_rows(function, is_mixed) if rows.ndim == 2 else operator.methodcaller(method, function)
     if len(rows) < FEWEST or isinstance(rows.index, pd.MultiIndex):
         return whole(rows)
-    for compute in (partial(_computed, whole=whole, is_mixed=is_mixed), _of_distinct):
+    for compute in (_of_distinct, partial(_computed, whole=whole, is_mixed=is_mixed)):
         try:
             if (found := compute(rows, function)) is not None:
                 return found

@@ -206,6 +206,13 @@ def test_values_that_repeat_are_computed_once() -> None:
     pd.testing.assert_series_equal(found, names.map(lambda name: name.split(" ")[1].upper() + f"{LIMIT}"))
 
 
+def test_values_that_repeat_are_not_divided_by_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_functions, "_computed", lambda *args, **kwargs: pytest.fail("is divided"))
+    rooms = pd.Series(np.resize(["r1", "r2", "r3"], 3_000), dtype="str")
+    function = function_of("row.startswith('r1') or row.startswith('r2')")
+    assert_same(on_columns(rooms, function), rooms.map(function))
+
+
 def test_a_function_that_may_do_more_is_called_once_for_each_row_in_order() -> None:
     seen: list[int] = []
 
