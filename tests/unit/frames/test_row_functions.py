@@ -274,8 +274,9 @@ def test_a_list_that_is_added_to_in_place_is_added_to_once_for_each_value() -> N
 
 def test_methods_of_strings_that_do_not_repeat_are_left() -> None:
     links = pd.Series([f"/{i % 40}/{i}" for i in range(ROWS)], dtype="str")
+    function = function_of("row.startswith('/7/')")
     with pytest.raises(row_functions._Unknown):
-        row_functions._computed(links, lambda link: link.startswith("/7/"), links.map, None)
+        row_functions._computed(links, function, lambda some: some.map(function), None)
 
 
 def test_no_rows_are_what_metadata_says() -> None:
