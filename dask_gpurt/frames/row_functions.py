@@ -222,7 +222,7 @@ def _kind(dtype: Any) -> str:
     """Return what values pandas passes to a function: i, f, b, M(oment), m, s(tring); "" for others."""
     if isinstance(dtype, np.dtype):
         return {"i8": "i", "f8": "f", "b1": "b"}.get(dtype.str[1:], dtype.kind if dtype.kind in "mM" else "")
-    return "s" if dtype == "str" and dtype.na_value is np.nan else ""
+    return "s" if isinstance(dtype, pd.StringDtype) else ""
 
 
 def _array(column: Any) -> Any:

@@ -272,6 +272,15 @@ def test_a_list_that_is_added_to_in_place_is_added_to_once_for_each_value() -> N
     assert on_columns(readings()["count"], noted).tolist() == [*range(1, ROWS + 1)]
 
 
+def test_strings_as_files_have_them_are_known() -> None:
+    rows = readings()[["name", "count"]].astype({"name": "string"})
+    function = function_of("row['name'].startswith('Ab') and row['count'] > 3")
+    found = row_functions._computed(rows, function, lambda some: some.apply(function, axis=1), None)
+    assert_same(found, rows.apply(function, axis=1))
+    length = function_of("len(row)")
+    assert_same(row_functions._of_distinct(rows.name, length), rows.name.map(length))
+
+
 def test_methods_of_strings_that_do_not_repeat_are_left() -> None:
     links = pd.Series([f"/{i % 40}/{i}" for i in range(ROWS)], dtype="str")
     function = function_of("row.startswith('/7/')")
