@@ -19,7 +19,7 @@ async def test_dependencies_that_dask_fetches_are_reported(
     block = client.submit(np.ones, 30_000_000 // 8, workers=[a.address])
     await client.submit(np.sum, block, workers=[b.address])
     state = scheduler.workers[b.address]
-    await until(lambda: bool(state.metrics[PROGRESS_METRIC]["traffic"]))
+    await until(lambda: bool(state.metrics.get(PROGRESS_METRIC, {}).get("traffic")))
     ((peer, path, nbytes, seconds),) = state.metrics[PROGRESS_METRIC]["traffic"]
     assert (peer, path) == (a.address, "comms")
     assert nbytes >= 30_000_000

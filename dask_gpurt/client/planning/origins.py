@@ -64,8 +64,11 @@ class Origins:
             if kind_of(each) not in (None, "read") and (line := self.of(each)):
                 what = named(each)
                 made.setdefault(_shuffled(what), f"{what} ({line})")
-        shuffles = (each for each in plan.walk() if hasattr(type(each), "label"))
-        found = ((name_of(each), made.get(_shuffled(each.label))) for each in shuffles)
+        labels = ((each, each.label) for each in plan.walk() if hasattr(type(each), "label"))
+        # Those of others are operands, often None.
+        found = (
+            (name_of(each), made.get(_shuffled(label))) for each, label in labels if isinstance(label, str)
+        )
         return {name: what for name, what in found if what is not None}
 
 
