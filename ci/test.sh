@@ -14,8 +14,8 @@ OLDEST=2026.7.1
 # clusters for each mechanism.
 OF_DASK=(
     tests/unit/{client,dask_hooks} tests/unit/scheduler/test_read_places.py
-    tests/cluster/test_{dask_hooks,labels,p2p_events,planning,rechunk,recovery,retirement,right_rows}.py
-    tests/cluster/test_{results_for_clients,small_results,switching,takeover,tiers}.py
+    tests/cluster/test_{dask_hooks,p2p_events,planning,rechunk,recovery,right_rows}.py
+    tests/cluster/test_{results_for_clients,small_results,switching,tiers}.py
 )
 SLOW="slow and not nightly"
 # How many times as many examples each property has, with the newest and with the oldest Dask, and how many times as long the
