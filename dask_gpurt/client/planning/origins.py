@@ -89,7 +89,7 @@ def _kind_of(classes: tuple[type, ...]) -> str | None:
 #: Dask's classes by the word for what they do. Lowered operations derive from those that they stand for.
 _KINDS = {
     "apply": {
-        *("Apply", "Map", "MapPartitions", "OnColumns"),
+        *("Apply", "Map", "MapPartitions", "ApplyOnColumns"),
         *("GroupByApply", "GroupByTransform", "GroupByUDFBlockwise"),
     },
     "join": {"Merge"},

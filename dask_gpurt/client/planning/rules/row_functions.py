@@ -38,7 +38,7 @@ from dask_gpurt.dask_hooks.types import Task, TaskRef
 from dask_gpurt.frames.row_functions import can_compute, columns_taken, on_columns
 
 
-class OnColumns(_expr.Elemwise):
+class ApplyOnColumns(_expr.Elemwise):
     """Compute a function for each value, or row, on columns where it can be.
 
     The last two operands: which method calls the function for each, and whether rows have had strings or
@@ -77,7 +77,7 @@ class RowFunctions:
                 if len(names) == len(taken):
                     frame, is_mixed = frame[names], True
             facts.note(self, name_of(expr), "computes a function on columns where it can be", done=True)
-            made: Any = OnColumns
+            made: Any = ApplyOnColumns
             method = "map" if type(expr) is _expr.Map else "apply"
             return made(frame, function, expr._meta, method, is_mixed)
 

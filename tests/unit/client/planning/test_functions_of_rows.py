@@ -13,7 +13,7 @@ import pytest
 from dask._expr import optimize_until
 
 from dask_gpurt.client.planning.reads import read_of
-from dask_gpurt.client.planning.rules.row_functions import OnColumns
+from dask_gpurt.client.planning.rules.row_functions import ApplyOnColumns
 from tests.helpers.clusters import canonical
 from tests.unit.client.planning.test_filters import computation, corrected, ruled, value_of
 
@@ -48,7 +48,7 @@ def read_columns(plan: Any) -> set[str]:
 
 
 def is_on_columns(plan: Any) -> bool:
-    return any(isinstance(expr, OnColumns) for expr in plan.walk())
+    return any(isinstance(expr, ApplyOnColumns) for expr in plan.walk())
 
 
 def far(row: Any) -> int:
