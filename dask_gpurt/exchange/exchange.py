@@ -337,6 +337,7 @@ class Exchange:
     def on_worker_removed(self, address: str) -> None:
         """Forget a worker that has left the cluster; a new one at the same address is unrelated to it."""
         self.peers.forget(address)
+        self.traffic.forget(address)
         self.calls.on_worker_removed(address)
         for peer in [peer for peer in self._asked if peer.address == address]:
             del self._asked[peer]

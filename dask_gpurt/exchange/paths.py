@@ -180,6 +180,12 @@ class Traffic:
             before, took = self._totals.get((peer, path), (0, 0.0))
             self._totals[peer, path] = before + nbytes, took + seconds
 
+    def forget(self, peer: str) -> None:
+        """Forget a worker that has left; a new one at the same address is another."""
+        with self._lock:
+            for pair in [pair for pair in self._totals if pair[0] == peer]:
+                del self._totals[pair]
+
     def timed(
         self, peer: str, path: str, copy: Callable[[Sequence[Any]], list[Any]], nbytes: int
     ) -> Callable[[Sequence[Any]], list[Any]]:

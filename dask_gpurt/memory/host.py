@@ -353,7 +353,7 @@ class BlockPool:
         backed = self.backed
         if backed and self._whole_blocks(nbytes) <= self._free_bytes():
             return 0  # another thread has made one, or freed blocks
-        most = self.capacity - backed
+        most = max(0, self.capacity - backed)  # a closed pool has no capacity
         if self._register is None:
             return most
         return min(most, self._whole_blocks(min(max(FIRST_SLAB_BYTES, backed), LARGEST_SLAB_BYTES)))

@@ -26,6 +26,14 @@ async def test_dependencies_that_dask_fetches_are_reported(
     assert seconds > 0
 
 
+def test_a_worker_that_has_left_is_forgotten() -> None:
+    traffic = Traffic()
+    for peer, path in (("left", "comms"), ("left", "cuda-ipc"), ("here", "comms")):
+        traffic.note(peer, path, 7, 0.5)
+    traffic.forget("left")
+    assert traffic.largest() == [("here", "comms", 7, 0.5)]
+
+
 def test_a_copy_that_fails_is_not_counted() -> None:
     def fails(_: Any) -> list[Any]:
         raise MemoryError

@@ -193,6 +193,16 @@ def test_who_can_do_without_does_not_wait_for_a_new_slab() -> None:
 
 
 @pytest.mark.usefixtures("small_slabs")
+def test_a_pool_that_was_closed_makes_no_slab() -> None:
+    registered, told = Registrations(), list[Exception]()
+    pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered, failed=told.append)
+    pool.allocate(2 * BLOCK)
+    pool.close()
+    assert not pool._grow(3 * BLOCK)  # by a thread that has waited for the close
+    assert (registered.sizes(), told) == ([2], [])
+
+
+@pytest.mark.usefixtures("small_slabs")
 def test_a_pool_is_closed_while_its_first_slab_is_registered() -> None:
     registered = Registrations(gate=(gate := threading.Event()))
     pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)
