@@ -47,18 +47,7 @@ _SCALARS = (
 )  # fmt: skip
 #: Methods of the accessor ``str`` on each string by itself, by what they return.
 _STRINGS = frozenset(
-    [
-        "__getitem__",
-        "capitalize",
-        "casefold",
-        "center",
-        "get",
-        "ljust",
-        "lower",
-        "lstrip",
-        "pad",
-        "removeprefix",
-    ]
+    ["__getitem__", "capitalize", "casefold", "center", "ljust", "lower", "lstrip", "pad", "removeprefix"]
     + ["removesuffix", "replace", "rjust", "rstrip", "slice", "slice_replace", "strip", "swapcase", "title"]
     + ["upper", "zfill"]
 )
@@ -69,8 +58,6 @@ _TESTS_OF_STRINGS = frozenset(
 _NUMBERS_OF_STRINGS = frozenset(["count", "find", "len", "rfind"])
 #: Methods and properties of the accessor ``dt`` on each time by itself, by what they return.
 _TIMES = frozenset(["as_unit", "ceil", "floor", "normalize", "round", "tz_convert"])
-#: Floats, also of null.
-_FLOATS_OF_TIMES = frozenset(["total_seconds"])
 _OBJECTS_OF_TIMES = frozenset(["date", "time"])
 _TEXTS_OF_TIMES = frozenset(["day_name", "month_name", "strftime"])
 _TESTS_OF_TIMES = frozenset(
@@ -81,12 +68,6 @@ _NUMBERS_OF_TIMES = frozenset(
     ["day", "day_of_week", "day_of_year", "dayofweek", "dayofyear", "days", "days_in_month", "daysinmonth"]
     + ["hour", "microsecond", "microseconds", "minute", "month", "nanosecond", "nanoseconds", "quarter"]
     + ["second", "seconds", "weekday", "year"]
-)
-
-#: Functions of numpy on each number by itself, which make floats of floats.
-_OF_NUMPY = frozenset(
-    [np.cbrt, np.ceil, np.cos, np.exp, np.expm1, np.fabs, np.floor, np.log, np.log10, np.log1p, np.log2]
-    + [np.radians, np.sin, np.sqrt, np.tan, np.tanh, np.trunc]
 )
 
 
@@ -263,15 +244,8 @@ def _accessor_method(expr: Any) -> bool:
         if expr.attr in _TESTS_OF_STRINGS:  # what they return for nulls may be given
             return type(expr) is _accessor.PropertyMap or (len(expr.args) <= 1 and "na" not in expr.kwargs)
         return expr.attr in _STRINGS | _NUMBERS_OF_STRINGS
-    known = (
-        _TIMES | _FLOATS_OF_TIMES | _OBJECTS_OF_TIMES | _TEXTS_OF_TIMES | _TESTS_OF_TIMES | _NUMBERS_OF_TIMES
-    )
+    known = _TIMES | _OBJECTS_OF_TIMES | _TEXTS_OF_TIMES | _TESTS_OF_TIMES | _NUMBERS_OF_TIMES
     return expr.accessor == "dt" and expr.attr in known
-
-
-def _function_of_numpy(expr: Any) -> bool:
-    is_one = len(expr.args) == 1 and isinstance(expr.args[0], Expr) and not expr.kwargs
-    return is_one and expr.func in _OF_NUMPY and has_kinds(expr.args[0], "f")
 
 
 def _changes_with_nulls(expr: Any) -> bool:
@@ -326,7 +300,6 @@ COMPUTING: dict[type, Callable[[Any], bool]] = {
     _expr.NotNull: _always,
     _expr.Pow: _power,
     _expr.Round: _always,
-    _expr.UFuncElemwise: _always,
 }
 #: Those that are row by row for some arguments only.
 _ONLY_IF = {
@@ -400,8 +373,6 @@ def is_on_rows(expr: Any) -> bool:
         return all(map(_is_plain, expr.vals))
     if kind in KEEPING:  # columns are chosen and named by values, and not by a function
         return not any(callable(each) and not isinstance(each, (type, Expr)) for each in expr.operands)
-    if kind is _expr.UFuncElemwise:
-        return _function_of_numpy(expr)
     if kind in _ONLY_IF and not _ONLY_IF[kind](expr):
         return False
     return kind in COMPUTING and all(map(_is_plain, expr.operands))

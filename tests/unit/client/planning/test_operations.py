@@ -157,8 +157,6 @@ PROGRAMS: dict[str, list[Program]] = {
         lambda t: t.t.dt.strftime("%Y"),
         lambda t: t.u.dt.floor("D"),
         lambda t: t.s.str.split(" "),
-        lambda t: t.s.str.get(1),
-        lambda t: (t.u - t.t).dt.total_seconds(),
     ],
     "PropertyMap": [
         lambda t: t.u.dt.year,
@@ -192,7 +190,6 @@ PROGRAMS: dict[str, list[Program]] = {
     "NotNull": [lambda t: t.n.notnull(), lambda t: t.m.notnull()],
     "Isin": [lambda t: t.i.isin([LARGE, 7]), lambda t: t.n.isin([LARGE]), lambda t: t.w.isin(["a"])],
     "Round": [lambda t: t.f.round(1), lambda t: t.i.round(-1)],
-    "UFuncElemwise": [lambda t: np.log1p(t.f.abs()), lambda t: np.sqrt(t.i), lambda t: np.maximum(t.f, t.j)],
     "Projection": [lambda t: t[["i", "s"]], lambda t: t.n],
     "Drop": [lambda t: t.drop(columns=["m", "n"])],
     "RenameFrame": [lambda t: t[["i", "n"]].rename(columns={"i": "n", "n": "i"})],
