@@ -304,7 +304,7 @@ def test_version_is_the_same_everywhere() -> None:
 def test_a_setting_that_no_process_reads_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dask_gpurt.config.settings._said", set())
+    monkeypatch.setattr("dask_gpurt.config._said", set())
     lists = {f"distributed.{where}.preload": ["mine"] for where in HOOKED}
     with dask.config.set({"gpurt.enabled": True, **lists}):
         load()
