@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
-from typing import Any, cast
+from typing import Any
 
 from dask._expr import Expr, _unpack_collections
-from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.tokenize import _ENSURE_DETERMINISTIC, _IDENTITY_DISPATCH, normalize_object, normalize_token
 from dask.typing import no_default
 from dask.utils import funcname, methodcaller
@@ -67,38 +66,6 @@ def make_faster(patches: PatchSet, described: Callable[[Any], str | None] = lamb
         }
     )
     patches.add_item(normalize_token._lookup, type, token_of_class)
-    for kind in {*_subclasses_of(FrameExpr)}:
-        for name in vars(kind).get("_parameters", ()):
-            if not any(_has(each, name) for each in (kind, *_subclasses_of(kind))):
-                patches.add_item(cast(Any, kind), name, _operand(name))
-
-
-def _subclasses_of(kind: type) -> Iterator[type]:
-    each: type
-    for each in kind.__subclasses__():
-        yield each
-        yield from _subclasses_of(each)
-
-
-def _has(kind: type, name: str) -> bool:
-    """Return whether a class has an attribute of this name in place of the operand."""
-    found = (vars(each).get(name, _NEITHER) for each in kind.__mro__)
-    return any(value is not _NEITHER and type(value) is not _Operand for value in found)
-
-
-class _Operand(property):
-    """Return an operand, for which Dask first looks up an attribute twice, and fails twice."""
-
-
-@cache
-def _operand(name: str) -> _Operand:
-    def get(expr: Any) -> Any:
-        try:
-            return expr.operands[type(expr)._parameters.index(name)]
-        except ValueError:  # of a subclass with other parameters
-            raise AttributeError(name) from None
-
-    return _Operand(get)
 
 
 def _new(

@@ -301,7 +301,6 @@ PLANNING = SeamGroup(
 MAKING = SeamGroup(
     "making expressions",
     (
-        Seam("dask._expr:Expr.__getattr__", "self key", bodies=("91727423fe5f",)),
         Seam("dask._expr:Expr.__new__", "cls args _determ_token kwargs", bodies=("784f850bbfeb",)),
         Seam("dask._expr:Expr.__dask_tokenize__", "self", bodies=("0a8bf8f61961",)),
         Seam("dask._expr:_unpack_collections", "o"),

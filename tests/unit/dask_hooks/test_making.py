@@ -20,7 +20,6 @@ import pytest
 from dask._expr import Expr, _ExprSequence
 from dask.base import compute
 from dask.core import flatten
-from dask.dataframe.dask_expr._expr import Projection, Shift
 from dask.dataframe.multi import merge_chunk
 from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
 from dask.typing import no_default
@@ -100,34 +99,6 @@ def test_operands_are_given_by_name_by_default_or_as_collections() -> None:
         Operation()
     with pytest.raises(AssertionError):
         Operation(1, other=2)
-
-
-def test_operands_are_properties_unless_a_class_has_something_else() -> None:
-    frame = dd.from_pandas(pd.DataFrame({"a": [1], "frame": [2]}), npartitions=1)
-    chosen: Any = frame[["a"]].expr
-    assert isinstance(vars(Projection)["frame"], property)
-    assert chosen.frame is chosen.operands[0]
-    assert chosen.columns == ["a"]  # which the class has
-    chosen.operands[0] = frame.expr
-    assert chosen.frame is frame.expr
-    assert frame.a.shift().expr.func is vars(Shift)["func"]  # an operand of the class that it is one of
-    assert frame.expr.a._name == frame["a"].expr._name
-    with pytest.raises(AttributeError):
-        _ = chosen.right
-
-    class Later(Projection):
-        _parameters = ["columns"]
-        _defaults = {}
-
-        def _divisions(self) -> tuple[None, None]:
-            return (None, None)
-
-        @property
-        def _meta(self) -> Any:
-            return pd.DataFrame({"b": [1]})
-
-    with pytest.raises(AttributeError):
-        _ = Later("b").frame  # type: ignore[no-untyped-call]
 
 
 def test_what_cannot_be_hashed_or_contains_itself_fails_or_is_named_as_with_dask() -> None:
