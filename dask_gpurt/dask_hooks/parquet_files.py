@@ -18,7 +18,6 @@ from functools import cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
 from dask._expr import Expr
 from dask._task_spec import Task
 from dask.dataframe.dask_expr._expr import Literal
@@ -112,23 +111,6 @@ def look_at_files(
 def difference_of_cudf() -> str | None:
     """Return how dask_cudf describes files otherwise than the known one; None if it does not."""
     return _META_OF_CUDF.difference()
-
-
-def make_partition(original: Callable[..., None], partition: Any, name: str, keys: Any) -> None:
-    """Make a column of partitions, of which Dask sorts the keys.
-
-    Each column of files that are in no such partitions has one without keys.
-    """
-    if len(keys):
-        original(partition, name, keys)
-    else:
-        vars(partition).update(name=name, keys=_without_keys(keys.dtype))
-
-
-@cache
-def _without_keys(dtype: Any) -> pd.Index[Any]:
-    found: pd.Index[Any] = pd.Index([], dtype=dtype)
-    return found
 
 
 def _as_for_pandas(

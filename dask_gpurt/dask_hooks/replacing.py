@@ -8,96 +8,56 @@ Decisions and their figures: ``docs/decisions/planning.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-from dask.dataframe.dask_expr._collection import FrameBase
 from dask.dataframe.dask_expr._expr import Binop
 from dask.dataframe.dask_expr.io import parquet
 
-from dask_gpurt.dask_hooks import parquet_files
-from dask_gpurt.dask_hooks.making import FactsWritten, make_faster, token_of_read
+from dask_gpurt.dask_hooks.comparison import Seam
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
 
 #: A replacement that gets the original as its first argument.
 Replacement = Callable[..., Any]
+#: Returns what the class of the metadata of an expression is, where its schema is known; None otherwise.
+KindOf = Callable[[Any], Hashable | None]
 
 #: The classes of collections, by what their metadata are.
 _COLLECTIONS: dict[Hashable, Callable[[Any], Any]] = {}
 
-#: The methods that compute the metadata of the operations that are described; others of the same name are
-#: Dask's own affair.
-_DESCRIBED = frozenset(seam.short for seam in PLANNING.seams if seam.attribute == "_meta")
-
 
 def replace_planning(
-    patches: PatchSet,
-    *,
-    made: Replacement,
-    optimise: Replacement,
-    metadata: Replacement,
-    columns: Replacement,
-    dimensions: Replacement,
-    is_described: Callable[[Any], bool],
-    kind_of: Callable[[Any], Hashable | None],
-    names_index: Replacement,
-    look_at_files: Replacement,
-    name_read: Replacement,
-    facts_written: FactsWritten,
-    file_plans: int,
-    operand: Callable[[Any], str | None],
+    patches: PatchSet, replacements: Mapping[str, Replacement], kind_of: KindOf, file_plans: int
 ) -> None:
     """Replace how expressions are created, optimised and described, and how reads of files are.
 
-    ``made``: called as ``made(original, kind, *operands, **keywords)``; returns the expression.
-    ``optimise``: called as ``optimise(original, expr, stage)``; returns the optimised expression.
-    ``metadata``, ``columns``, ``dimensions``: called as ``metadata(original, expr)``; return the metadata of
-    an expression, the labels of its columns, and the number of its dimensions.
-    ``is_described``: returns whether an expression is known to be a frame or a series.
-    ``kind_of``: returns what the class of the metadata is, where that is known; None otherwise.
-    ``names_index``: called as ``names_index(original, frame, columns)``; returns whether columns of a join
-    name an index.
-    ``look_at_files``: called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet
-    files needs.
-    ``name_read``: called as ``name_read(original, expr)``; returns the token of a read of Parquet files.
-    ``facts_written``: see :data:`~dask_gpurt.dask_hooks.making.FactsWritten`.
+    ``replacements``: by their names in the seam, for all classes and modules that have one. In place of
+    ``_meta`` the metadata of those operations that are described; others of the name are Dask's own affair.
     ``file_plans``: the number of sets of files and filters for which Dask caches footer statistics.
-    ``operand``: returns what describes an operand completely, as a part of names; None to leave that to Dask.
     Raises UnsupportedError if one of these differs from the known one; nothing is replaced.
     """
-    wraps: dict[Any, Wrap] = {
-        PLANNING["__new__"]: lambda original: partial(made, original),
-        PLANNING["optimize_until"]: lambda original: partial(optimise, original),
-        PLANNING["ndim"]: lambda original: partial(dimensions, original),
-        PLANNING["__dask_tokenize__"]: lambda original: partial(
-            name_read, partial(token_of_read, original, facts_written)
-        ),
-        PLANNING["__init__"]: lambda original: partial(parquet_files.make_partition, original),
-        PLANNING["_divisions"]: lambda original: partial(_divisions_of_binary, original, is_described),
+    known: dict[str, Replacement] = {
+        "_divisions": partial(_divisions_of_binary, kind_of),
+        "is_dataframe_like": _is_frame,
+        "new_collection": partial(_collection, kind_of),
+        **replacements,
     }
-    for seam in PLANNING.seams:
-        if seam.attribute == "columns":
-            wraps[seam] = lambda original: partial(columns, original)
-        if seam.attribute == "is_dataframe_like":
-            wraps[seam] = lambda original: partial(_is_frame, original)
-        if seam.name == f"{FrameBase.__module__}:new_collection":
-            wraps[seam] = lambda original: partial(_collection, original, kind_of)
-        if seam.attribute == "_dataset_info":
-            wraps[seam] = lambda original: partial(look_at_files, original)
-        if seam.name.endswith("_merge:_contains_index_name"):
-            wraps[seam] = lambda original: partial(names_index, original)
-        if seam.short in _DESCRIBED:
-            wraps[seam] = partial(_where_own, seam.owner(), metadata)
+
+    def wrap(seam: Seam) -> Wrap:
+        replacement = known[seam.attribute]
+        if seam.attribute == "_meta":
+            return partial(_where_own, seam.owner(), replacement)
+        return lambda original: partial(replacement, original)
+
     PLANNING.require()
-    patches.replace_all(wraps)
+    patches.replace_all({seam: wrap(seam) for seam in PLANNING.seams if seam.attribute in known})
     patches.add_item(vars(parquet), PLANNING["_CACHED_PLAN_SIZE"].attribute, file_plans)
-    make_faster(patches, operand)
 
 
 def observe_planning(patches: PatchSet, *, made: Replacement, optimise: Replacement) -> None:
-    """Call functions as expressions are created and optimised, as in :func:`replace_planning`.
+    """Call functions as expressions are created and optimised: with the original, and what that gets.
 
     Raises UnsupportedError if one of Dask's functions differs from the known one.
     """
@@ -109,7 +69,7 @@ def observe_planning(patches: PatchSet, *, made: Replacement, optimise: Replacem
     )
 
 
-def _collection(original: Callable[[Any], Any], kind_of: Callable[[Any], Hashable | None], expr: Any) -> Any:
+def _collection(kind_of: KindOf, original: Callable[[Any], Any], expr: Any) -> Any:
     """Return the collection of an expression, of which Dask would make metadata to find the class."""
     if (kind := kind_of(expr)) is None:
         return original(expr)
@@ -127,11 +87,9 @@ def _is_frame(original: Callable[[Any], bool], value: Any) -> bool:
     return is_known or original(value)
 
 
-def _divisions_of_binary(
-    original: Callable[[Any], Any], is_described: Callable[[Any], bool], expr: Any
-) -> Any:
+def _divisions_of_binary(kind_of: KindOf, original: Callable[[Any], Any], expr: Any) -> Any:
     """Return the divisions of an operation on two operands, of which Dask asks whether it is of an index."""
-    if not is_described(expr):
+    if kind_of(expr) is None:  # else it is no index and no value
         return original(expr)
     if expr._broadcastable and len(expr.dependencies()) == 2:
         return (expr.right if expr.left.ndim < expr.right.ndim else expr.left).divisions

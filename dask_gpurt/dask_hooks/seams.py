@@ -277,11 +277,6 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "io.parquet:ReadParquetFSSpec._dataset_info", "self", bodies=("07fa9df6259c",)),
         Seam(_EXPR + "io.parquet:ReadParquetPyarrowFS._dataset_info", "self", bodies=("8cf372230c97",)),
         Seam(_EXPR + "io.parquet:ReadParquet.__dask_tokenize__", "self", bodies=("385e19a8fbb8",)),
-        Seam(
-            "dask.dataframe.io.parquet.arrow:PartitionObj.__init__",
-            "self name keys",
-            bodies=("8d9e7ae12d43",),
-        ),
         Seam(_EXPR + "io.parquet:FragmentWrapper", "fragment filesystem file_size fragment_packed"),
         Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
         Seam(_EXPR + "io.parquet:_STATS_CACHE"),

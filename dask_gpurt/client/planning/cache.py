@@ -62,6 +62,7 @@ from dask_gpurt.client.planning.rules.whole_groups import WholeGroups
 from dask_gpurt.client.planning.store import LOADED, Found, Generation, Store, StoredCache
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import apart, results_of, runs_locally
+from dask_gpurt.dask_hooks.making import make_faster, token_of_read
 from dask_gpurt.dask_hooks.parquet_files import (
     checksum_of_files,
     copy_of_facts,
@@ -207,20 +208,20 @@ class PlanningCache:
         try:
             replace_planning(
                 self._patches,
-                made=self._made,
-                optimise=self.optimise,
-                metadata=self._describer.metadata,
-                columns=self._describer.columns,
-                dimensions=self._describer.dimensions,
-                is_described=self._describer.is_described,
-                kind_of=self._describer.kind_of,
-                names_index=names_index,
-                look_at_files=self._look_at_files,
-                name_read=self._name_read,
-                facts_written=self._facts_written,
-                file_plans=FILES_LIMIT,
-                operand=text_of_frame,
+                {
+                    "__new__": self._made,
+                    "optimize_until": self.optimise,
+                    "_meta": self._describer.metadata,
+                    "columns": self._describer.columns,
+                    "ndim": self._describer.dimensions,
+                    "_contains_index_name": names_index,
+                    "_dataset_info": self._look_at_files,
+                    "__dask_tokenize__": self._name_read,
+                },
+                self._describer.kind_of,
+                FILES_LIMIT,
             )
+            make_faster(self._patches, text_of_frame)
         except UnsupportedError as error:
             self._metrics.fallback(Fallback.PLANNING_UNSUPPORTED, str(error))
 
@@ -522,14 +523,15 @@ class PlanningCache:
         """Return the token of a read, which Dask computes from all that it knows of the files."""
         if (token := token_of(expr)) is not None:
             return token
+        name = partial(token_of_read, original, self._facts_written)
         operands = frozen(list(operands_of(expr)))
         checksum = checksum_of_files(expr)  # looks at the files, which may begin another generation
         generation = self._newest_generation()
         if generation is None or operands is None or checksum is None:
-            return original(expr)
+            return name(expr)
         key = (generation.number, type(expr), operands, checksum)
         if (token := self._tokens.get(key)) is None:
-            token = original(expr)
+            token = name(expr)
             self._tokens.put(key, token)
         set_token(expr, token)
         return token

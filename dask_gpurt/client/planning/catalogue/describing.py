@@ -86,10 +86,6 @@ class Describer:
         schema = self._known(expr)
         return None if schema is None else (schema.frames, schema.is_frame)
 
-    def is_described(self, expr: Expr) -> bool:
-        """Return whether the schema of an expression is known, which then is no index and no value."""
-        return self._known(expr) is not None
-
     def _known(self, expr: Expr) -> Schema | None:
         """Return the schema that an expression has, or that follows from those of its inputs."""
         found: Schema | None = vars(expr).get(SCHEMA)

@@ -18,7 +18,6 @@ import pytest
 from dask._expr import FinalizeCompute
 from dask._task_spec import execute_graph
 from dask.core import flatten
-from dask.dataframe.io.parquet.arrow import PartitionObj
 from distributed.protocol.pickle import dumps, loads
 from fsspec.implementations.local import LocalFileSystem
 
@@ -245,13 +244,3 @@ def test_a_change_of_a_file_changes_its_state(table: str, change: str) -> None:
         other.write_bytes(path.read_bytes())
         other.rename(path)
     assert listed(Path(table)) != before
-
-
-@pytest.mark.usefixtures("planner")
-@pytest.mark.parametrize(
-    "keys", [pd.Series([], dtype=object), pd.Series(["b", "a"]), pd.Series([], dtype="int64")]
-)
-def test_columns_of_partitions_have_the_keys_that_dask_gives_them(keys: pd.Series[Any]) -> None:
-    made = PartitionObj("key", keys)
-    assert made.name == "key"
-    pd.testing.assert_index_equal(made.keys, pd.Index(keys.sort_values()), exact=True)
