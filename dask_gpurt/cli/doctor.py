@@ -33,12 +33,6 @@ from dask_gpurt.observe.report import Fallbacks, WorkerReport
 from dask_gpurt.overlap import NotLoadedError
 from dask_gpurt.overlap.interposer import library
 
-#: What is printed for the state of a part of Dask that the runtime replaces or relies on.
-SEAM_STATES: Mapping[str, str] = {
-    dask_hooks.State.KNOWN: "work as the runtime expects",
-    dask_hooks.State.DIFFERS: "differ",
-}
-
 
 @click.command(short_help="Show what is on, falls back, or is set wrong.")
 @click.option(
@@ -85,12 +79,12 @@ def _several(count: int, noun: str) -> str:
 
 
 def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield lines that count the seams by state, and name those that differ."""
-    states = Counter(seam["state"] for seam in seams)
-    yield "Dask's parts", ", ".join(f"{count} {SEAM_STATES[state]}" for state, count in states.items())
-    for seam in seams:
-        if seam["difference"]:
-            yield "Differs", f"{seam['part']}, {seam['difference']}"
+    """Yield a line that counts the seams, and name those that differ."""
+    differing = [seam for seam in seams if seam["difference"]]
+    known = f"{len(seams) - len(differing)} work as the runtime expects"
+    yield "Dask's parts", f"{known}, {len(differing)} differ" if differing else known
+    for seam in differing:
+        yield "Differs", f"{seam['part']}, {seam['difference']}"
 
 
 def _method_lines(counters: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -167,7 +161,7 @@ def examine(client: Client | None = None) -> dict[str, Any]:
 
     ``client``: a synchronous client of the cluster; without one only the machine is examined.
     Returns JSON-serialisable values: ``ok``, ``settings``, ``versions``, ``machine``, ``cluster`` (None
-    without a client), ``seams`` (the state of each private part of Dask), and lists of sentences:
+    without a client), ``seams`` (how each private part of Dask differs), and lists of sentences:
     ``problems`` (wrong settings), ``ignored`` (settings without effect) and ``notes``.
     """
     cluster = None if client is None else _examine_cluster(client)

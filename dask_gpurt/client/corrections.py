@@ -37,8 +37,9 @@ from dask.utils import M, is_series_like
 
 from dask_gpurt.client.chosen_rows import CHOICES
 from dask_gpurt.client.running_values import RUNNING
-from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
+from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.planning import name_of, shuffled_by_index
+from dask_gpurt.dask_hooks.seams import EXPRESSIONS
 from dask_gpurt.dask_hooks.types import add_totals_before, convert_to_list
 from dask_gpurt.frames.statistics import (
     add_known_totals,

@@ -64,7 +64,7 @@ from dask_gpurt.client.planning.rules.partition_notes import (
     is_aligned,
     needs_no_shuffle,
 )
-from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
+from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.planning import (
@@ -73,6 +73,7 @@ from dask_gpurt.dask_hooks.planning import (
     name_of,
     with_rows_in_order,
 )
+from dask_gpurt.dask_hooks.seams import EXPRESSIONS
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dask_hooks.types import convert_legacy_graph
 from dask_gpurt.frames import library

@@ -6,46 +6,16 @@ directly: import them only after :func:`require`, which compares the installed D
 """
 
 import sys
-from collections.abc import Iterator
-from enum import StrEnum
 from importlib.metadata import version
 from typing import NamedTuple
 
-from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup, UnsupportedError, differences
-from dask_gpurt.dask_hooks.patch import PatchOrderError, PatchSet, guarded
-from dask_gpurt.dask_hooks.seams import EXPRESSIONS, PARTS, PLANNING, READS, REQUIRED
-
-__all__ = [
-    "EXPRESSIONS",
-    "NEWEST",
-    "OLDEST",
-    "PARTS",
-    "PLANNING",
-    "READS",
-    "REQUIRED",
-    "PatchOrderError",
-    "PatchSet",
-    "Row",
-    "Seam",
-    "SeamGroup",
-    "State",
-    "UnsupportedError",
-    "differences",
-    "guarded",
-    "require",
-    "table",
-    "why_unsupported",
-]
+from dask_gpurt.dask_hooks.comparison import UnsupportedError as UnsupportedError
+from dask_gpurt.dask_hooks.comparison import differences
+from dask_gpurt.dask_hooks.patch import PatchSet as PatchSet
+from dask_gpurt.dask_hooks.seams import PARTS, REQUIRED
 
 #: The supported versions of Dask, with which the tests run.
 OLDEST, NEWEST = "2026.7.1", "2026.8.0"
-
-
-class State(StrEnum):
-    """The outcome of the comparison of a seam."""
-
-    KNOWN = "as known"
-    DIFFERS = "differs"
 
 
 class Row(NamedTuple):
@@ -53,23 +23,17 @@ class Row(NamedTuple):
 
     part: str
     name: str
-    state: State
     #: The difference and its consequence; empty if there is none.
     difference: str
 
 
 def table() -> list[Row]:
     """Compare all seams with the installed Dask."""
-    return [row for part in PARTS for row in _rows(part)]
-
-
-def _rows(part: SeamGroup) -> Iterator[Row]:
-    for seam in part.seams:
-        found = seam.difference()
-        if found is None:
-            yield Row(part.name, seam.short, State.KNOWN, "")
-        else:
-            yield Row(part.name, seam.short, State.DIFFERS, f"{found}: {part.without or 'it stays off'}")
+    found = ((part, seam, seam.difference()) for part in PARTS for seam in part.seams)
+    return [
+        Row(part.name, seam.short, f"{difference}: {part.without or 'it stays off'}" if difference else "")
+        for part, seam, difference in found
+    ]
 
 
 def why_unsupported() -> str | None:

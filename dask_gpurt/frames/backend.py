@@ -162,11 +162,9 @@ class BlockAllocator(Protocol):
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate a block; raise PoolFull if there is no room."""
-        ...
 
     def give_back(self, block: Block) -> None:
         """Free a block that was not used."""
-        ...
 
 
 @contextmanager
@@ -189,7 +187,6 @@ class Packer(Protocol):
 
     def cut(self, rows: Any, start: int, stop: int) -> Any:
         """Return a range of ``Piece.rows``."""
-        ...
 
     def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         """Write a piece to one block; complete after the next :meth:`settle`.
@@ -199,15 +196,12 @@ class Packer(Protocol):
         PoolFull
             If ``allocator`` has no block of the size.
         """
-        ...
 
     def settle(self) -> None:
         """Block until everything that this thread has packed can be read by peers."""
-        ...
 
     def fence(self) -> Callable[[], None] | None:
         """Return the fence of all reads of the outputs assembled so far; None if they are complete."""
-        ...
 
 
 class Table(Packer, Protocol):
@@ -243,7 +237,6 @@ class Table(Packer, Protocol):
         list
             A piece for each group; None for groups without rows.
         """
-        ...
 
     def assemble(self, parts: Sequence[Part], meta: Frame, *, ignore_index: bool) -> Frame:
         """Concatenate parts; without parts, return a copy of ``meta``.
@@ -251,4 +244,3 @@ class Table(Packer, Protocol):
         The result shares no memory with the buffers. They may be read until the next :meth:`fence` has
         passed.
         """
-        ...

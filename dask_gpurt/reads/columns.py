@@ -50,12 +50,10 @@ class Stored(Protocol):
     @property
     def version(self) -> Hashable:
         """Return the version of the file as it was opened."""
-        ...
 
     @property
     def was_replaced(self) -> bool:
         """Return whether bytes that were fetched may be of another version."""
-        ...
 
 
 class Asked(NamedTuple):
@@ -90,51 +88,39 @@ class Tables(Protocol):
 
     def names(self, table: Any) -> list[Any]:
         """Return the name of each column, with those of the fields of its type."""
-        ...
 
     def facts(self, table: Any) -> list[Mapping[bytes, bytes]]:
         """Return what else is in the footer of each file."""
-        ...
 
     def rows(self, table: Any) -> list[int]:
         """Return the rows of each file."""
-        ...
 
     def columns(self, table: Any) -> list[Any]:
         """Return the columns."""
-        ...
 
     def kind(self, column: Any) -> Hashable:
         """Return the type of a column."""
-        ...
 
     def nbytes(self, column: Any) -> int:
         """Return the bytes of a column on the device."""
-        ...
 
     def copies(self, columns: Sequence[Any], rows: Sequence[int], stream: Any) -> list[list[Any]]:
         """Copy so many rows of columns each time; return the copies of all columns each time."""
-        ...
 
     def joined(self, parts: Sequence[Sequence[Any]], stream: Any) -> list[Any]:
         """Copy the columns of several parts, as columns of all of their rows."""
-        ...
 
     def table(self, columns: Sequence[Any], names: Sequence[Any], facts: Sequence[Any]) -> Any:
         """Return a table of columns as the library's reader would."""
-        ...
 
     def taken_apart(self, column: Any) -> tuple[Any, list[Any]]:
         """Return the shape of a column, and its buffers."""
-        ...
 
     def put_together(self, shape: Any, buffers: Iterator[Any]) -> Any:
         """Return a column of a shape with the next buffers."""
-        ...
 
     def wait(self, stream: Any) -> None:
         """Block until all work of a stream is done."""
-        ...
 
 
 class Column(NamedTuple):

@@ -21,9 +21,10 @@ from distributed.sizeof import safe_sizeof
 from distributed.worker_state_machine import StateMachineEvent
 
 from dask_gpurt.config import ReadSettings
-from dask_gpurt.dask_hooks import READS, PatchSet, UnsupportedError
+from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.parquet_files import call_of
 from dask_gpurt.dask_hooks.readers import PATH_READERS, STREAM_READERS, WRITERS, Readers
+from dask_gpurt.dask_hooks.seams import READS
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import (
     has_left_pool,

@@ -27,13 +27,13 @@ from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 from dask.tokenize import tokenize
 from pyarrow.fs import LocalFileSystem
 
-from dask_gpurt import dask_hooks
 from dask_gpurt.client.planning import cache as module
 from dask_gpurt.client.planning.catalogue.schema import CATEGORIES_LIMIT, schema_of
 from dask_gpurt.client.planning.keys import frozen, text_of_frame
 from dask_gpurt.client.planning.packed import LRU
 from dask_gpurt.client.planning.rules import PartitionSizes
-from dask_gpurt.dask_hooks import Seam, SeamGroup, planning, replacing
+from dask_gpurt.dask_hooks import planning, replacing
+from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup
 from tests.helpers.planned import Planner
 
 
@@ -228,7 +228,7 @@ def test_results_that_stay_have_the_partitions_of_their_collections(planner: Pla
 
 def test_dask_is_as_it_was_afterwards(tmp_path: Path) -> None:
     # Known bodies and one constant are replaced; the other functions are called.
-    seams = dask_hooks.PLANNING.seams
+    seams = replacing.PLANNING.seams
     replaced = [part for part in seams if part.bodies or part.attribute == "_CACHED_PLAN_SIZE"]
     before = [vars(each.owner())[each.attribute] for each in replaced]
     planner = Planner()
