@@ -7,12 +7,10 @@ of rows is corrected where plans are lowered, by :mod:`.lowering`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import chain
 from numbers import Number
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from dask.base import is_dask_collection
 from dask.dataframe import Series
@@ -28,33 +26,18 @@ from dask.dataframe.dask_expr._expr import (
     Replace,
     Round,
 )
-from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
-from dask.dataframe.dask_expr._groupby import Mean as GroupMean
+from dask.dataframe.dask_expr._groupby import GroupByApply
 from dask.dataframe.dask_expr._merge import Merge
-from dask.dataframe.dask_expr._reductions import MeanAggregate, NFirst, NLast, ShuffleReduce, Sum
+from dask.dataframe.dask_expr._reductions import NFirst, NLast
 from dask.dataframe.dask_expr._shuffle import BaseSetIndexSortValues, ShuffleBase
 from dask.utils import M, is_series_like
 
 from dask_gpurt.client.chosen_rows import CHOICES
-from dask_gpurt.client.running_values import RUNNING
+from dask_gpurt.client.statistics import STATISTICS
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.planning import name_of, shuffled_by_index
 from dask_gpurt.dask_hooks.seams import EXPRESSIONS
-from dask_gpurt.dask_hooks.types import add_totals_before, convert_to_list
-from dask_gpurt.frames.statistics import (
-    add_known_totals,
-    aggregate_present,
-    combine_pairs,
-    count_values,
-    distinct_pairs,
-    float_dtype,
-    float_sum,
-    float_sums_of_groups,
-    is_dictionary,
-    sum_of_squared_floats,
-    sums_of_groups,
-    wraps_around,
-)
+from dask_gpurt.dask_hooks.types import convert_to_list
 
 _FILTERS = (Filter, FilterAlign)
 
@@ -117,15 +100,6 @@ def _see_all_partitions(original: Callable[..., Any], frame: Any, *args: Any, **
     """
     chosen, least, greatest, is_sorted = original(frame, *args, **kwargs)
     return chosen, least, greatest, len(least) == frame.npartitions if is_sorted else is_sorted
-
-
-def _drop_groups_of_nulls(original: Callable[..., Any], expr: Any) -> Any:
-    """Leave out the groups whose key is null in means, variances and standard deviations.
-
-    Dask passes on ``dropna=None`` where the user said nothing, which pandas takes for False.
-    """
-    found = original(expr)
-    return {**found, "dropna": True} if found["dropna"] is None else found
 
 
 def _keep_other_operands(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
@@ -212,31 +186,6 @@ def _need_whole_frames(original: Callable[..., Any], expr: Any) -> Any:
     return [*needed, *chain.from_iterable(each.columns for each in expr.dependencies() if each.ndim == 2)]
 
 
-def _square_floats(original: Callable[..., Any], expr: Any) -> Any:
-    """Compute variances and covariances of groups of integers in floats, as pandas does.
-
-    Dask squares integers, and their sums, in their own dtype, which wrap around.
-    """
-    if isinstance(expr, (Var, Cov)) and (dtypes := _float_dtypes(expr)):
-        return type(expr)(expr.frame.astype(dtypes), *expr.operands[1:])
-    return original(expr)
-
-
-def _float_dtypes(variance: Any) -> Any:
-    """Return the dtypes of floats for the integers that are no keys; empty or None if there are none."""
-    meta = variance.frame._meta
-    if meta.ndim == 1:
-        return float_dtype(meta.dtype)
-    values = ((label, dtype) for label, dtype in meta.dtypes.items() if label not in variance._by_columns)
-    return {label: found for label, dtype in values if (found := float_dtype(dtype)) is not None}
-
-
-def _square_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    steps = _sum_floats_of_steps(original, *args, **kwargs)
-    *others, (squares, _, of_squares) = steps["chunk_funcs"]
-    return {**steps, "chunk_funcs": [*others, (squares, sum_of_squared_floats, of_squares)]}
-
-
 def _check_after_casts(original: Callable[..., Any], cast: Any, parent: Any, dependents: Any) -> Any:
     """Leave a filter after the cast of a column that its condition reads.
 
@@ -284,96 +233,6 @@ def _begin_with_nulls(original: Callable[..., Any], sort: Any, parent: Any, depe
     return kinds[type(found)](*found.operands)
 
 
-class NUniqueWithNulls(NUnique):
-    """Count the distinct values by group, also of the group whose key is null."""
-
-    chunk = staticmethod(distinct_pairs)  # type: ignore[assignment]
-    combine = staticmethod(combine_pairs)  # type: ignore[assignment]
-    aggregate = staticmethod(count_values)  # type: ignore[assignment]
-
-
-def _count_values_of_nulls(original: Callable[..., Any], expr: Any) -> Any:
-    """Have ``nunique`` count in the group of nulls where ``dropna=False`` says so, which Dask forgets."""
-    if (
-        type(expr) is NUnique
-        and expr.dropna is False
-        and isinstance(expr.frame._meta, (pd.DataFrame, pd.Series))
-    ):
-        expr = NUniqueWithNulls(*expr.operands)
-    return original(expr)
-
-
-def _begin_after_nulls(original: Callable[..., Any], expr: Any) -> Any:
-    """Have running values of groups begin with the first value, after partitions with nothing but nulls.
-
-    Dask adds the null that is the total of these.
-    """
-    changed = {add_totals_before: add_known_totals}
-    return {
-        key: (changed[task[0]], *task[1:]) if task[0] in changed else task
-        for key, task in original(expr).items()
-    }
-
-
-class FloatSum(Sum):
-    """Sum up integers in floats."""
-
-    reduction_chunk = staticmethod(float_sum)
-    reduction_aggregate = Sum.reduction_chunk
-
-
-def _sums_and_counts(rows: Any, *by: Any, **options: Any) -> Any:
-    return float_sums_of_groups(GroupMean.chunk(rows, *by, **options), rows, *by, **options)
-
-
-class MeanOfFloatSums(GroupMean):
-    """Compute means by groups from sums in floats."""
-
-    chunk = staticmethod(_sums_and_counts)  # type: ignore[assignment]
-
-
-def _sum_floats(original: Callable[..., Any], expr: Any) -> Any:
-    """Compute means of integers from sums in floats, as pandas does.
-
-    Dask divides sums of integers, which wrap around: already for five times in nanoseconds.
-    """
-    found = original(expr)
-    if type(found) is not MeanAggregate or type(found.frame) is not Sum or not _sums_wrap(expr):
-        return found
-    return MeanAggregate(FloatSum(*found.frame.operands), found.counter)
-
-
-def _sum_floats_of_groups(original: Callable[..., Any], expr: Any) -> Any:
-    if type(expr) is GroupMean and wraps_around(expr.frame._meta):
-        expr = MeanOfFloatSums(*expr.operands)
-    return original(expr)
-
-
-def _sum_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the steps of a mean or variance with sums in floats, beside which a program may want others."""
-    steps = original(*args, **kwargs)
-    (total, _, of_total), *chunks = steps["chunk_funcs"]
-    (_, add, of_sums), *others = steps["aggregate_funcs"]
-    label, finish, names = steps["finalizer"]
-    floats = f"{total}-floats"
-    return {
-        "chunk_funcs": [(floats, sums_of_groups, {"column": of_total["column"]}), *chunks],
-        "aggregate_funcs": [(floats, add, {**of_sums, "column": floats}), *others],
-        "finalizer": (label, finish, {**names, "sum_column": floats}),
-    }
-
-
-def _sums_wrap(mean: Any) -> bool:
-    """Return whether sums of a series, or of a frame of nothing but numbers, may wrap around."""
-    of = mean.frame._meta
-    if of.ndim == 1 or not wraps_around(of):
-        return wraps_around(of)
-    summed = of.select_dtypes(["number", "bool"]) if mean.numeric_only else of
-    return of.columns.is_unique and all(
-        isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in summed.dtypes
-    )
-
-
 def _sort_by_functions(
     original: Callable[..., Any], frame: Any, by: Any, *args: Any, key: Any = None, **kwargs: Any
 ) -> Any:
@@ -389,23 +248,6 @@ def _sort_by_functions(
     return frame.repartition(npartitions=1).map_partitions(
         M.sort_values, by=by, key=key, meta=frame._meta, **order
     )
-
-
-def _repeat_no_words(original: Callable[..., Any], expr: Any) -> Any:
-    """Have groups by categories, or a dictionary of Arrow, once where their keys are shuffled.
-
-    To pandas each word is a group, with rows or without. All are made before the shuffle, so that those which
-    come to a partition are those that belong there; Dask makes all of them again in each.
-    """
-    lowered = original(expr)
-    if type(lowered) is not ShuffleReduce:
-        return lowered
-    if is_dictionary(lowered._meta):
-        return lowered.substitute_parameters({"aggregate": partial(aggregate_present, lowered.aggregate)})
-    options = lowered.aggregate_kwargs
-    if options.get("observed") is False and not isinstance(expr, NUnique):  # which makes those with rows only
-        return lowered.substitute_parameters({"aggregate_kwargs": {**options, "observed": True}})
-    return lowered
 
 
 def _name_values(original: Callable[..., Any], expr: Any) -> Any:
@@ -521,30 +363,19 @@ def _moves(expr: Any, since: Any = None) -> set[str]:
 #: What each corrects, by its name in Dask. Of several for one, the last one calls those before it.
 CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     *CHOICES,
-    *RUNNING,
+    *STATISTICS,
     ("merge", _join_by_labels),
     ("_get_divisions", _see_all_partitions),
-    ("GroupByReduction.chunk_kwargs", _drop_groups_of_nulls),
-    ("GroupByReduction.combine_kwargs", _drop_groups_of_nulls),
-    ("GroupByReduction.aggregate_kwargs", _drop_groups_of_nulls),
     ("Filter._simplify_up", _keep_other_operands),
     ("Merge._simplify_up", _keep_sides_of_joins),
     ("Elemwise._simplify_up", _keep_column_of_mapping),
     ("Filter._simplify_up", _filter_in_turn),
     ("Expr._projection_columns", _need_whole_frames),
-    ("ApplyConcatApply._lower", _square_floats),
-    ("_build_agg_args_var", _square_floats_of_steps),
     ("AsType._simplify_up", _check_after_casts),
     ("SortValues._simplify_up", _begin_with_nulls),
     ("ResetIndex._simplify_up", _keep_conditions_on_labels),
     ("ResetIndex._simplify_up", _keep_labels_of_values),
-    ("ApplyConcatApply._lower", _count_values_of_nulls),
-    ("Mean._lower", _sum_floats),
-    ("_build_agg_args_mean", _sum_floats_of_steps),
-    ("ApplyConcatApply._lower", _sum_floats_of_groups),
-    ("GroupByCumulativeFinalizer._layer", _begin_after_nulls),
     ("DataFrame.sort_values", _sort_by_functions),
-    ("ApplyConcatApply._lower", _repeat_no_words),
     ("ShuffleReduce._lower", _name_values),
     ("DataFrame.assign", _align_what_functions_return),
     ("Assign._remove_common_columns", _assign_in_place),
