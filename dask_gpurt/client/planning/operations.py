@@ -130,6 +130,24 @@ def dtypes_of(expr: Any) -> list[Any]:
     return [meta.dtype] if hasattr(meta, "dtype") else []
 
 
+def dtype_in(frame: Any, column: Any) -> Any:
+    """Return the dtype of a column of a frame."""
+    return dtypes_of(frame)[list(frame.columns).index(column)]
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Return whether two expressions have the same columns and levels of the index, in name and dtype."""
+    levels = [
+        (list(index.names), list(getattr(index, "dtypes", [index.dtype])))
+        for index in map(index_of, (one, other))
+    ]
+    return bool(
+        (one.ndim, list(one.columns)) == (other.ndim, list(other.columns))
+        and dtypes_of(one) == dtypes_of(other)
+        and levels[0] == levels[1]
+    )
+
+
 def index_of(expr: Any) -> Any:
     """Return the empty index of an expression; None if it has none."""
     schema = known_schema(expr)

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import pandas as pd
 from dask._expr import Expr
-from dask.dataframe.dask_expr import _accessor, _expr, _groupby, _reductions, _shuffle
+from dask.dataframe.dask_expr import _expr, _groupby, _reductions, _shuffle
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr.io.io import FusedIO
@@ -34,6 +34,7 @@ from dask_gpurt.client.planning.catalogue.schema import (
     renamed_index,
     schema_of,
 )
+from dask_gpurt.client.planning.operations import COMPARISONS, COMPUTING
 from dask_gpurt.dask_hooks.parquet_files import base_of_read
 
 #: Derives the schema of an operation.
@@ -97,7 +98,7 @@ def of_series(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
         each._replace(labels=(aliases.get(each.labels[0]),)) if isinstance(each, Schema) else each
         for each in inputs
     ]
-    if type(expr) in _COMPARISONS and not isinstance(inputs[1], Schema):
+    if type(expr) in COMPARISONS and not isinstance(inputs[1], Schema):
         operands[1] = _compared(inputs[1], series[0].dtypes[0])
     found = library.ask(type(expr), operands)
     if found is not None and found.is_frame:  # whose labels may be of the names
@@ -423,18 +424,6 @@ def _is_plain(frame: Schema, by: list[Any], functions: Any) -> bool:
 
 # ---- the table ------------------------------------------------------------------------------------
 
-_COMPARISONS = (
-    _expr.LT, _expr.LE, _expr.GT, _expr.GE, _expr.EQ, _expr.NE,
-    _expr.LTSeries, _expr.LESeries, _expr.GTSeries, _expr.GESeries, _expr.EQSeries, _expr.NESeries,
-)  # fmt: skip
-_ARITHMETIC = (
-    _expr.Add, _expr.Sub, _expr.Mul, _expr.Div, _expr.FloorDiv, _expr.Mod, _expr.Pow, _expr.MethodOperator,
-    _expr.Neg, _expr.Pos, _expr.Abs, _expr.And, _expr.Or, _expr.XOr, _expr.Invert,
-)  # fmt: skip
-_OF_VALUES = (
-    _accessor.FunctionMap, _accessor.PropertyMap, _expr.Between, _expr.Clip, _expr.Fillna, _expr.IsNa,
-    _expr.NotNull, _expr.Mask, _expr.Round, _expr.Where,
-)  # fmt: skip
 _OF_COLUMNS = (_expr.ColumnsSetter, _expr.Drop)
 _OF_GROUPS = (
     _groupby.Count, _groupby.First, _groupby.GroupByChunk, _groupby.Last, _groupby.Max, _groupby.Mean,
@@ -451,7 +440,7 @@ _OF_ROWS = (
 _OF_ORDER = (_reductions.NFirst, _reductions.NLargest, _reductions.NSmallest)
 #: The rule of each operation, by its exact class.
 SCHEMAS: dict[type, Rule] = {
-    **dict.fromkeys((*_COMPARISONS, *_ARITHMETIC, *_OF_VALUES), of_series),
+    **dict.fromkeys(COMPUTING.keys() - {_expr.ArrowStringConversion}, of_series),
     **dict.fromkeys((*_OF_COLUMNS, *_OF_GROUPS, *_OF_ROWS), asked),
     **dict.fromkeys(_AGGREGATIONS, aggregated),
     **dict.fromkeys((ReadParquetFSSpec, ReadParquetPyarrowFS), of_read),

@@ -12,9 +12,9 @@ import pandas as pd
 from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._merge import Merge
 
-from dask_gpurt.client.planning.operations import dtypes_of, is_of_pandas
+from dask_gpurt.client.planning.operations import dtype_in, is_of_pandas
 from dask_gpurt.client.planning.rules.dependence import joins_columns
-from dask_gpurt.client.planning.rules.needed_columns import keys_of_join, listed, names_in_join
+from dask_gpurt.client.planning.rules.needed_columns import keys_of_join, listed, names_in_join, users_of
 from dask_gpurt.client.planning.rules.row_roots import (
     RowRoots,
     all_of,
@@ -166,10 +166,7 @@ class JoinFinder:
 
     def __init__(self, roots: RowRoots):
         self._roots = roots
-        self._users: dict[str, list[Any]] = {}
-        for user in roots.order:
-            for each in user.dependencies():
-                self._users.setdefault(name_of(each), []).append(user)
+        self._users = users_of(roots.order)
         self._seen = Counter[str]()
 
     def parts(self) -> Iterator[_Part]:
@@ -205,7 +202,7 @@ class JoinFinder:
 
     def _needed(self, join: Any) -> list[Hashable]:
         """Return the columns of a join that are used."""
-        users = self._users.get(name_of(join), [])
+        users = self._users[name_of(join)]
         if not users or not all(type(user) is _expr.Projection for user in users):
             return list(join.columns)
         used = {name for user in users for name in listed(user.operand("columns"))}
@@ -281,11 +278,8 @@ def _is_free(join: Any) -> bool:
 
 def are_comparable(one: Any, name: Hashable, other: Any, other_name: Hashable) -> bool:
     """Return whether columns of two frames have one dtype, in which equal values are the same."""
-    dtype, other_dtype = (
-        dtypes_of(frame)[list(frame.columns).index(label)]
-        for frame, label in ((one, name), (other, other_name))
-    )
-    if bool(dtype != other_dtype):
+    dtype = dtype_in(one, name)
+    if bool(dtype != dtype_in(other, other_name)):
         return False
     if isinstance(dtype, np.dtype) and dtype.kind == "O":
         return not is_of_pandas(one)  # texts in cudf, and anything in pandas

@@ -27,7 +27,7 @@ from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._reductions import DropDuplicates
 
 from dask_gpurt.client.planning.reads import read_of
-from dask_gpurt.client.planning.rules.needed_columns import keys_of_join, names_in_join, origin_of
+from dask_gpurt.client.planning.rules.needed_columns import column_of, keys_of_join, names_in_join, origin_of
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import Expr, collection_of, name_of, with_operand
 
@@ -43,13 +43,13 @@ def tested_column(join: Any, condition: Any) -> Hashable:
     """Return the column of a left join that a condition says is null, as it is without a match, or None."""
     kind, operands = type(condition), condition.operands
     if kind is _expr.EQ and join.indicator and isinstance(operands[1], str) and operands[1] == "left_only":
-        column = _column(join, operands[0])
+        column = column_of(join, operands[0])
         return column if column == _indicator(join) else None
     if kind is _expr.Invert and type(operands[0]) is _expr.NotNull:
         operands = operands[0].operands
     elif kind is not _expr.IsNa:
         return None
-    column = _column(join, operands[0])
+    column = column_of(join, operands[0])
     return column if column in names_in_join(join)[1] and column not in join.left.columns else None
 
 
@@ -63,11 +63,6 @@ def tells_matches(join: Any, column: Hashable, tables: TableFacts) -> bool:
 
 def _indicator(join: Any) -> Hashable:
     return "_merge" if join.indicator is True else join.indicator or None
-
-
-def _column(join: Any, expr: Any) -> Hashable:
-    is_column = type(expr) is _expr.Projection and expr.frame is join
-    return expr.operand("columns") if is_column else None
 
 
 def _is_full(frame: Any, column: Hashable, tables: TableFacts) -> bool:

@@ -33,9 +33,9 @@ from dask.dataframe.dask_expr._merge import Merge
 from dask_gpurt.client.planning.operations import (
     COMPUTING,
     RELABELLING,
+    are_alike,
     dtypes_of,
     has_categories,
-    index_of,
     is_of_pandas,
     is_on_rows,
     kind_of,
@@ -155,7 +155,7 @@ def _at_once(several: list[_Asked]) -> dict[str, Expr]:
             made = _made(several)
         except (TypeError, ValueError):  # a library has no such aggregate
             return {}
-        alike = [each for each in several if _is_alike(made[name_of(each.expr)], each.expr)]
+        alike = [each for each in several if _takes_place(made[name_of(each.expr)], each.expr)]
         if len(alike) == len(several):
             return made
         several = alike
@@ -212,16 +212,8 @@ def _part_of(made: Any, asked: _Asked, names: dict[tuple[Hashable, str], str]) -
     return found
 
 
-def _is_alike(made: Any, expr: Any) -> bool:
-    """Return whether results have the same labels, dtypes and index."""
-    index, other = index_of(made), index_of(expr)
-    return bool(
-        list(made.columns) == list(expr.columns)
-        and dtypes_of(made) == dtypes_of(expr)
-        and made.npartitions == expr.npartitions
-        and list(index.names) == list(other.names)
-        and list(getattr(index, "dtypes", [index.dtype])) == list(getattr(other, "dtypes", [other.dtype]))
-    )
+def _takes_place(made: Any, expr: Any) -> bool:
+    return are_alike(made, expr) and bool(made.npartitions == expr.npartitions)
 
 
 # ---- side by side ---------------------------------------------------------------------------------
@@ -247,7 +239,7 @@ def _side_by_side(plan: Expr) -> Expr:
         if groups_of(sides[0]) != groups_of(sides[1]):
             return expr
         made = _MADE[type(expr)](expr)
-        return made if made is not None and _is_alike(made, expr) else expr
+        return made if made is not None and _takes_place(made, expr) else expr
 
     return rebuild(plan, change)
 

@@ -62,6 +62,7 @@ from dask_gpurt.client.planning.rules.anti_joins import (
 )
 from dask_gpurt.client.planning.rules.common_groups import GroupsAtOnce
 from dask_gpurt.client.planning.rules.needed_columns import (
+    column_of,
     dimensions,
     is_condition,
     keys_of_join,
@@ -353,10 +354,9 @@ class _Plan(RowRoots):
         """Return whether an operation is on a column without nulls, where ``dt.year`` has one dtype."""
         if not has_fixed_dtypes(expr, without_nulls=True):
             return False
-        column = self.on(root, expr.frame)
-        is_column = type(column) is _expr.Projection and column.frame is root
+        column = column_of(root, self.on(root, expr.frame))
         try:
-            return is_column and self._is_full(root, column.operand("columns"))
+            return column is not None and self._is_full(root, column)
         except OSError:  # Dask finds out as it reads the file
             return False
 
@@ -447,8 +447,8 @@ def _is_false_for_nulls(root: Any, condition: Any, names: Set[Any]) -> bool:
     """
 
     def is_null(expr: Any) -> bool:
-        is_column = type(expr) is _expr.Projection and expr.frame is root
-        return is_column and expr.operand("columns") in names
+        column = column_of(root, expr)
+        return column is not None and column in names
 
     while type(condition) is _expr.Invert and type(condition.operands[0]) is _expr.Invert:
         condition = condition.operands[0].operands[0]  # of `~frame.column.isnull()`

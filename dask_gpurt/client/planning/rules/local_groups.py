@@ -34,7 +34,7 @@ from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
 from dask.dataframe.dask_expr._repartition import Repartition
 
-from dask_gpurt.client.planning.operations import is_on_rows
+from dask_gpurt.client.planning.operations import are_alike, is_on_rows
 from dask_gpurt.client.planning.reads import parquet_reads, read_of
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import independence_of, joins_columns
@@ -235,18 +235,6 @@ def grouped(expr: Any) -> Expr | None:
         chunk, type(physical), physical.aggregate, physical.aggregate_kwargs, *physical.aggregate_args
     )
     return whole
-
-
-def are_alike(one: Any, other: Any) -> bool:
-    """Return whether two expressions have the same columns and index, in name and dtype."""
-    return bool(_columns_of(one._meta) == _columns_of(other._meta))
-
-
-def _columns_of(meta: Any) -> tuple[Any, ...]:
-    dtypes = list(map(str, meta.dtypes)) if meta.ndim == 2 else [str(meta.dtype)]
-    names = list(meta.columns) if meta.ndim == 2 else [meta.name]
-    levels = [str(dtype) for dtype in getattr(meta.index, "dtypes", [meta.index.dtype])]
-    return type(meta), names, dtypes, list(meta.index.names), levels
 
 
 def is_join(expr: Any) -> bool:

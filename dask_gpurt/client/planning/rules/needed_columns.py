@@ -13,6 +13,7 @@ Why it may be trusted
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -54,6 +55,15 @@ def is_condition(expr: Any) -> bool:
 def users_first(plan: Any) -> list[Any]:
     """Return each expression of a plan once, those that use it before it."""
     return list(bottom_up(plan))[::-1]
+
+
+def users_of(order: Iterable[Any]) -> defaultdict[str, list[Any]]:
+    """Return the expressions that use another one, by its name."""
+    users = defaultdict[str, list[Any]](list)
+    for expr in order:
+        for each in expr.dependencies():
+            users[name_of(each)].append(expr)
+    return users
 
 
 def needed_dtypes(order: Sequence[Any]) -> dict[str, Names]:
@@ -183,6 +193,12 @@ def names_in_join(join: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
         for side, suffix in zip((join.left, join.right), join.suffixes, strict=True)
     )
     return left_names, right_names
+
+
+def column_of(root: Any, expr: Any) -> Any:
+    """Return the label of a column of the root; None if an expression is anything else."""
+    is_column = type(expr) is _expr.Projection and expr.frame is root
+    return expr.operand("columns") if is_column else None
 
 
 def origin_of(frame: Any, column: Hashable) -> tuple[Any, Hashable]:

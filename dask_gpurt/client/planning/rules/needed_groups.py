@@ -30,11 +30,11 @@ from dask.dataframe.dask_expr import _expr, _groupby
 from dask.dataframe.dask_expr._merge import Merge
 
 from dask_gpurt.client.planning.join_order.costs import RowEstimates, UnknownSizeError
-from dask_gpurt.client.planning.operations import dtypes_of, is_of_pandas, kind_of
+from dask_gpurt.client.planning.operations import dtype_in, is_of_pandas, kind_of
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import independence_of
 from dask_gpurt.client.planning.rules.filters import BY_GROUP
-from dask_gpurt.client.planning.rules.needed_columns import dimensions, keys_of_join, names_in_join
+from dask_gpurt.client.planning.rules.needed_columns import column_of, dimensions, keys_of_join, names_in_join
 from dask_gpurt.client.planning.rules.row_roots import RowRoots
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild_from, with_operand
 
@@ -173,9 +173,7 @@ class _Plan(RowRoots):
 
     def _name_in(self, root: Any, frame: Any, column: Hashable) -> Any:
         """Return the name that a column of a frame has in the root of its rows; None if it is computed."""
-        found: Any = self.column(root, frame, column) if dimensions(frame) == 2 else None
-        is_column = type(found) is _expr.Projection and found.frame is root
-        return found.operand("columns") if is_column else None
+        return column_of(root, self.column(root, frame, column)) if dimensions(frame) == 2 else None
 
     def _few(self, groups: Any, key: Any, frame: Any, column: Hashable) -> _Found | None:
         """Return keys in one partition that are few of the keys of groups; None if there are none."""
@@ -185,7 +183,7 @@ class _Plan(RowRoots):
             candidates = [
                 (self._estimates.rows(each), each, name)
                 for each, name in self._sources(frame, column)
-                if each.npartitions == 1 and _dtype(each, name) == _dtype(rows, key)
+                if each.npartitions == 1 and dtype_in(each, name) == dtype_in(rows, key)
             ]
             number, keys, name = min(candidates, key=lambda each: each[0])
             few = min(number, self._estimates.column(keys, name).distinct)
@@ -241,13 +239,9 @@ def has_known_keys(groups: Any) -> bool:
         return False
     labels = list(groups.frame.columns)
     return all(
-        not isinstance(key, Expr) and labels.count(key) == 1 and _is_plain(_dtype(groups.frame, key))
+        not isinstance(key, Expr) and labels.count(key) == 1 and _is_plain(dtype_in(groups.frame, key))
         for key in groups.by
     )
-
-
-def _dtype(frame: Any, column: Hashable) -> Any:
-    return dtypes_of(frame)[list(frame.columns).index(column)]
 
 
 def _is_plain(dtype: Any) -> bool:

@@ -35,6 +35,7 @@ from dask.dataframe.utils import UNKNOWN_CATEGORIES
 from dask_gpurt.client.planning.operations import (
     KEEPING,
     RELABELLING,
+    dtype_in,
     dtypes_of,
     index_of,
     is_no_operation,
@@ -142,9 +143,8 @@ def _hashes(frame: Any, columns: Iterable[Any]) -> Hashes:
 
 def _hash_of(frame: Any, column: Any) -> str | None:
     """Return how Dask hashes a column or an index: equal names mean equal hashes of equal values."""
-    labels = list(frame.columns)
-    if column is not INDEX and frame.ndim == 2 and labels.count(column) == 1:
-        dtype = dtypes_of(frame)[labels.index(column)]
+    if column is not INDEX and frame.ndim == 2 and list(frame.columns).count(column) == 1:
+        dtype = dtype_in(frame, column)
     elif (index := index_of(frame)).nlevels == 1:
         dtype = index.dtype
     else:

@@ -28,7 +28,7 @@ from dask_gpurt.client.planning.operations import (
     is_on_rows,
     kind_of,
 )
-from dask_gpurt.client.planning.rules.needed_columns import dimensions, is_condition, users_first
+from dask_gpurt.client.planning.rules.needed_columns import column_of, dimensions, is_condition, users_first
 from dask_gpurt.dask_hooks.planning import Expr, name_of
 
 #: A place in a plan: the name of an expression, and which of its operands.
@@ -171,12 +171,8 @@ def all_of(conditions: Sequence[Any]) -> Any:
 
 def columns_in(root: Any, condition: Any) -> set[Any] | None:
     """Return the columns of the root that a condition is on; None if it is on the root as a whole."""
-    ends = [*ends_of(condition, lambda each: each is root or _is_column(root, each))]
+    ends = [*ends_of(condition, lambda each: each is root or column_of(root, each) is not None)]
     return None if any(each is root for each in ends) else {each.operand("columns") for each in ends}
-
-
-def _is_column(root: Any, expr: Any) -> bool:
-    return type(expr) is _expr.Projection and expr.frame is root
 
 
 def ends_of(expr: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
@@ -192,11 +188,13 @@ def ends_of(expr: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
                 left.extend(below for below in each.dependencies() if dimensions(below))
 
 
-def with_columns(root: Any, expr: Any, column_of: Callable[[Any], Any]) -> Any:
+def with_columns(root: Any, expr: Any, made_of: Callable[[Any], Any]) -> Any:
     """Return an expression on columns of the root with each of these replaced by another expression."""
-    return with_ends(
-        expr, lambda each: column_of(each.operand("columns")) if _is_column(root, each) else None
-    )
+
+    def instead(each: Any) -> Any:
+        return None if (column := column_of(root, each)) is None else made_of(column)
+
+    return with_ends(expr, instead)
 
 
 def with_ends(expr: Any, instead: Callable[[Any], Any]) -> Any:

@@ -20,7 +20,6 @@ The figure
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from dask.dataframe.dask_expr._merge import Merge
 from dask_gpurt.client.planning.operations import dtypes_of, is_no_operation, kind_of
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import numbered
-from dask_gpurt.client.planning.rules.needed_columns import keys_of_join, listed, names_in_join
+from dask_gpurt.client.planning.rules.needed_columns import keys_of_join, listed, names_in_join, users_of
 from dask_gpurt.client.planning.rules.needed_groups import has_known_keys
 from dask_gpurt.dask_hooks.planning import Expr, collection_of, name_of, rebuild_from
 
@@ -51,10 +50,7 @@ class SemiJoins:
         if dependent:
             return plan
         numbers = numbered(bare)
-        users = defaultdict[str, list[Any]](list)
-        for expr in bare.walk():
-            for each in expr.dependencies():
-                users[name_of(each)].append(expr)
+        users = users_of(bare.walk())
 
         def change(old: Any, new: Any) -> Any:
             if type(old) is not Merge or old.how != "inner" or old.indicator:
