@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from dask.utils import parse_bytes
 
@@ -91,10 +92,10 @@ class Size:
         return f"{self.bytes} B"
 
 
-def size_or_auto(key: str, value: object) -> Size | None:
+def size_or_auto(key: str, value: object, expected: str = f"'auto', {_A_SIZE}") -> Size | None:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
-    return Size.parse(value, key=key, expected=f"'auto', {_A_SIZE}")
+    return Size.parse(value, key=key, expected=expected)
 
 
 def size_or_none(key: str, value: object) -> Size | int | None:
@@ -108,9 +109,7 @@ def size_or_off(key: str, value: object) -> Size | int | None:
     # YAML reads a bare `off` as False.
     if str(value).strip().lower() in ("off", "false"):
         return 0
-    if str(value).strip().lower() == "auto":
-        return None
-    return Size.parse(value, key=key, expected=f"'auto', 'off', {_A_SIZE}")
+    return size_or_auto(key, value, f"'auto', 'off', {_A_SIZE}")
 
 
 def nbytes(key: str, value: object) -> int:
@@ -120,16 +119,7 @@ def nbytes(key: str, value: object) -> int:
     return size.bytes
 
 
-_WORDS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+_WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 def boolean(key: str, value: object) -> bool:
@@ -148,17 +138,12 @@ def takeover(key: str, value: object) -> bool | str:
         raise wrong(key, value, "true, false or 'all'") from None
 
 
-def count(key: str, value: object) -> int:
-    if isinstance(value, (int, str)) and not isinstance(value, bool) and str(value).strip().isdecimal():
-        return int(value)
-    raise wrong(key, value, "a whole number of at least 0")
-
-
-def positive(key: str, value: object) -> int:
+def count(key: str, value: object, least: int = 0) -> int:
     word = str(value).strip()
-    if isinstance(value, (int, str)) and not isinstance(value, bool) and word.isdecimal() and int(word):
+    is_whole = isinstance(value, (int, str)) and not isinstance(value, bool) and word.isdecimal()
+    if is_whole and int(word) >= least:
         return int(word)
-    raise wrong(key, value, "a whole number of at least 1")
+    raise wrong(key, value, f"a whole number of at least {least}")
 
 
 def _or_auto(parse: Callable[[str, object], int], expected: str) -> Callable[[str, object], int | None]:
@@ -180,7 +165,7 @@ def bytes_or_none(key: str, value: object) -> int:
 
 bytes_or_auto = _or_auto(bytes_or_none, "a size such as '256 MiB', or 0")
 count_or_auto = _or_auto(count, "a whole number of at least 0")
-positive_or_auto = _or_auto(positive, "a whole number of at least 1")
+positive_or_auto = _or_auto(partial(count, least=1), "a whole number of at least 1")
 
 
 def overlap_mode(key: str, value: object) -> int | str:
