@@ -14,18 +14,7 @@ from typing import Any
 import pandas as pd
 from dask.base import is_dask_collection
 from dask.dataframe import Series
-from dask.dataframe.dask_expr._expr import (
-    Blockwise,
-    Elemwise,
-    Fillna,
-    Filter,
-    FilterAlign,
-    Index,
-    Projection,
-    RenameSeries,
-    Replace,
-    Round,
-)
+from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._groupby import GroupByApply
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._reductions import NFirst, NLast
@@ -39,7 +28,7 @@ from dask_gpurt.dask_hooks.planning import name_of, shuffled_by_index
 from dask_gpurt.dask_hooks.seams import EXPRESSIONS
 from dask_gpurt.dask_hooks.types import convert_to_list
 
-_FILTERS = (Filter, FilterAlign)
+_FILTERS = (_expr.Filter, _expr.FilterAlign)
 
 
 def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
@@ -120,7 +109,7 @@ def _keep_sides_of_joins(original: Callable[..., Any], expr: Any, parent: Any, d
     rows whose matches it leaves out come back with nulls.
     """
     found = original(expr, parent, dependents)
-    if isinstance(parent, Filter) and isinstance(found, Merge) and expr.how in ("left", "right"):
+    if isinstance(parent, _expr.Filter) and isinstance(found, Merge) and expr.how in ("left", "right"):
         kept = (getattr(each, expr.how)._name for each in (expr, found))
         return None if next(kept) == next(kept) else found
     return found
@@ -138,10 +127,10 @@ def _keep_column_of_mapping(original: Callable[..., Any], expr: Any, parent: Any
     name = parent.operand("columns")
     if len(expr.frame.columns) == 1:
         return None
-    return Projection(type(expr)(expr.frame[[name]], *expr.operands[1:]), name)
+    return _expr.Projection(type(expr)(expr.frame[[name]], *expr.operands[1:]), name)
 
 
-_BY_COLUMNS = (Fillna, Replace, Round)
+_BY_COLUMNS = (_expr.Fillna, _expr.Replace, _expr.Round)
 
 
 def _filter_in_turn(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
@@ -168,7 +157,7 @@ def _is_filtered(condition: Any) -> bool:
         each = waiting.pop()
         if isinstance(each, _FILTERS):
             return True
-        if isinstance(each, Elemwise):
+        if isinstance(each, _expr.Elemwise):
             waiting += [found for found in each.dependencies() if found.ndim]
     return False
 
@@ -181,7 +170,7 @@ def _need_whole_frames(original: Callable[..., Any], expr: Any) -> Any:
     only: where both meet, it raises AssertionError.
     """
     needed = original(expr)
-    if not isinstance(expr, Blockwise) or isinstance(expr, (Projection, Index)):
+    if not isinstance(expr, _expr.Blockwise) or isinstance(expr, (_expr.Projection, _expr.Index)):
         return needed
     return [*needed, *chain.from_iterable(each.columns for each in expr.dependencies() if each.ndim == 2)]
 
@@ -191,11 +180,11 @@ def _check_after_casts(original: Callable[..., Any], cast: Any, parent: Any, dep
 
     Dask checks the condition before: ``"7"`` is no integer, and 1.5 is not equal to 1.
     """
-    if isinstance(parent, Filter):
+    if isinstance(parent, _expr.Filter):
         dtypes, name, condition = cast.operand("dtypes"), cast._name, parent.predicate
         changed = set(dtypes) if isinstance(dtypes, Mapping) else set(cast.columns)
         users = (each for each in condition.walk() if name in (below._name for below in each.dependencies()))
-        reads = any(not isinstance(each, Projection) or changed & {*each.columns} for each in users)
+        reads = any(not isinstance(each, _expr.Projection) or changed & {*each.columns} for each in users)
         if reads or condition._name == name:
             return None
     return original(cast, parent, dependents)
@@ -258,9 +247,9 @@ def _name_values(original: Callable[..., Any], expr: Any) -> Any:
     both = (expr.frame._meta, expr._meta)
     if not all(is_series_like(each) and each.name is None for each in both):
         return original(expr)
-    named = RenameSeries(expr.frame, "__values__")
+    named = _expr.RenameSeries(expr.frame, "__values__")
     lowered = original(expr.substitute_parameters({"frame": named}))
-    return RenameSeries(lowered, None)
+    return _expr.RenameSeries(lowered, None)
 
 
 def _keep_conditions_on_labels(
@@ -270,10 +259,10 @@ def _keep_conditions_on_labels(
 
     Dask has the index in their place, which has other methods, and no labels for what it is compared beside.
     """
-    if isinstance(parent, Filter) and not resets.drop:
+    if isinstance(parent, _expr.Filter) and not resets.drop:
         own = {*resets.frame.columns}
         for each in parent.predicate.walk():
-            reads = isinstance(each, Projection) and name_of(each.frame) == name_of(resets)
+            reads = isinstance(each, _expr.Projection) and name_of(each.frame) == name_of(resets)
             if reads and not {*each.columns} <= own:
                 return None
     return original(resets, parent, dependents)
@@ -285,13 +274,13 @@ def _keep_labels_of_values(original: Callable[..., Any], resets: Any, parent: An
     Dask returns the values in place of one of several. It compares with ``resets.name``, which is a column
     where a program groups by one of that name.
     """
-    if not isinstance(parent, Projection) or resets.frame.ndim != 1 or resets.drop:
+    if not isinstance(parent, _expr.Projection) or resets.frame.ndim != 1 or resets.drop:
         return original(resets, parent, dependents)
     wanted, values = parent.operand("columns"), resets.frame._meta
     if isinstance(wanted, list) or wanted != values.name or wanted in ("index", *values.index.names):
         return None
     users = [each() for each in dependents[resets._name]]
-    is_all = all(isinstance(each, Projection) and each.operand("columns") == wanted for each in users)
+    is_all = all(isinstance(each, _expr.Projection) and each.operand("columns") == wanted for each in users)
     return resets.substitute_parameters({"drop": True}) if is_all else None
 
 

@@ -42,19 +42,8 @@ from dask.dataframe.dask_expr._shuffle import _SetPartitionsPreSetIndex as SetPa
 from dask.typing import Key
 
 from dask_gpurt import config
+from dask_gpurt.client import expressions
 from dask_gpurt.client.corrections import correct_with, looks_absent
-from dask_gpurt.client.expressions import (
-    IN_ORDER,
-    GpurtBlockwiseMerge,
-    GpurtBroadcastSemiJoin,
-    GpurtHashJoin,
-    GpurtSemiMerge,
-    GpurtShuffle,
-    GpurtTaskShuffle,
-    HashTargets,
-    RangeTargets,
-    RearrangeByValues,
-)
 from dask_gpurt.client.planning.catalogue.schema import known_schema
 from dask_gpurt.client.planning.fusing import needed_tasks
 from dask_gpurt.client.planning.rules.partition_notes import (
@@ -223,16 +212,16 @@ class Lowering:
             return original(_as_dask_knows(expr, "method"))
         frame, options = expr.frame, expr.options
         if type(frame) is AssignPartitioningIndex and frame.index_shuffle:  # frames may be aligned by it
-            options = {**(options or {}), IN_ORDER: True}
+            options = {**(options or {}), expressions.IN_ORDER: True}
         if (
             type(frame) is AssignPartitioningIndex
             and frame.frame.ndim == 2
             and isinstance(frame.partitioning_index, list)
         ):
-            frame = HashTargets(*frame.operands, None)
+            frame = expressions.HashTargets(*frame.operands, None)
         elif type(frame) is Assign:
-            frame = RangeTargets.of(frame)
-        kind: Any = GpurtTaskShuffle if expr.method == TASKS else GpurtShuffle
+            frame = expressions.RangeTargets.of(frame)
+        kind: Any = expressions.GpurtTaskShuffle if expr.method == TASKS else expressions.GpurtShuffle
         return kind(
             frame,
             expr.partitioning_index,
@@ -252,7 +241,7 @@ class Lowering:
             return lowered
         if type(projected := lowered.frame) is not Projection or type(projected.frame) is not Shuffle:
             return lowered  # nothing is shuffled
-        options = {**(projected.frame.operand("options") or {}), IN_ORDER: True}
+        options = {**(projected.frame.operand("options") or {}), expressions.IN_ORDER: True}
         shuffle = projected.frame.substitute_parameters({"options": options})
         return lowered.substitute_parameters({"frame": projected.substitute_parameters({"frame": shuffle})})
 
@@ -299,7 +288,7 @@ class Lowering:
         if type(lowered) is not HashJoinP2P:
             return _as_we_join(lowered)
         self._on_choice(name_of(expr), choice)
-        return GpurtHashJoin(*lowered.operands, expr.shuffle_method == TASKS)
+        return expressions.GpurtHashJoin(*lowered.operands, expr.shuffle_method == TASKS)
 
     def is_broadcast_join(self, original: Callable[[Any], bool], expr: Any) -> bool:
         """Return whether a join sends one side to all partitions of the other, as decided by Dask.
@@ -343,7 +332,7 @@ class Lowering:
         shuffle = lowered.frame
         while isinstance(shuffle, (RenameFrame, Projection)):
             shuffle = shuffle.frame
-        options = {**(shuffle.options or {}), IN_ORDER: True}
+        options = {**(shuffle.options or {}), expressions.IN_ORDER: True}
         in_order = lowered.substitute(shuffle, shuffle.substitute_parameters({"options": options}))
         return with_rows_in_order(expr, in_order)
 
@@ -434,8 +423,11 @@ def _as_we_join(lowered: Any, *, is_ours: bool = False) -> Any:
     ``is_ours``: whether a side may be the output of a shuffle through the runtime.
     """
     if is_ours and type(lowered) is BlockwiseMerge:
-        return GpurtBlockwiseMerge(*lowered.operands)
-    kinds: dict[type, Any] = {BlockwiseMerge: GpurtSemiMerge, BroadcastJoin: GpurtBroadcastSemiJoin}
+        return expressions.GpurtBlockwiseMerge(*lowered.operands)
+    kinds: dict[type, Any] = {
+        BlockwiseMerge: expressions.GpurtSemiMerge,
+        BroadcastJoin: expressions.GpurtBroadcastSemiJoin,
+    }
     kind = kinds.get(type(lowered))
     return kind(*lowered.operands) if kind is not None and lowered.how == SEMI else lowered
 
@@ -467,7 +459,9 @@ def _with_hashed_values(lowered: Any, join: Any) -> Any:
     """Divide those sides of a lowered join that are shuffled by the values of its keys."""
     sides = {name: getattr(lowered, name) for name in ("left", "right")}
     shuffles = {
-        name: RearrangeByValues(*side.substitute_parameters({"method": join.shuffle_method}).operands)
+        name: expressions.RearrangeByValues(
+            *side.substitute_parameters({"method": join.shuffle_method}).operands
+        )
         for name, side in sides.items()
         if type(side) is RearrangeByColumn and side is not getattr(join, name)
     }

@@ -24,18 +24,7 @@ from dask.core import flatten
 from dask.typing import Key
 from distributed import Client, Future
 
-from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.computing import (
-    apart,
-    fetch,
-    gather,
-    has_worker,
-    is_in_task,
-    last_ends,
-    replace_get,
-    results_of,
-    where_are,
-)
+from dask_gpurt.dask_hooks import PatchSet, UnsupportedError, computing
 from dask_gpurt.dask_hooks.planning import Expr, keys_of, metadata
 from dask_gpurt.dask_hooks.types import concat
 from dask_gpurt.frames.pickled import own_rest
@@ -67,7 +56,7 @@ class Results:
         if self._patches:
             return
         try:
-            replace_get(self._patches, self.get)
+            computing.replace_get(self._patches, self.get)
         except UnsupportedError as error:
             self._metrics.fallback(Fallback.RESULTS_UNSUPPORTED, str(error))
 
@@ -95,12 +84,17 @@ class Results:
 
     def _wanted(self, client: Client, dsk: Any, keys: Any, how: Mapping[str, Any]) -> list[Any] | None:
         """Return the key of each result, a list of keys for one in partitions; None if Dask gets them all."""
-        if not isinstance(dsk, Expr) or not self._is_on(client) or client.asynchronous or is_in_task():
+        if (
+            not isinstance(dsk, Expr)
+            or not self._is_on(client)
+            or client.asynchronous
+            or computing.is_in_task()
+        ):
             return None
         as_asked = how.get("sync", True) and how.keys().isdisjoint(("asynchronous", "direct"))
         if not as_asked or client.direct_to_workers is False:
             return None
-        results = results_of(dsk)
+        results = computing.results_of(dsk)
         if [list(flatten(keys_of(result))) for result in results] != [[key] for key in keys]:
             return None
         wanted = [_wanted(result, key) for result, key in zip(results, keys, strict=True)]
@@ -109,14 +103,16 @@ class Results:
     async def _gather(self, client: Client, futures: dict[Key, Future[Any]]) -> dict[Key, Any] | None:
         """Return results by key once all are there; None if a task had better put them together."""
         found: dict[Key, Any] = {}
-        if await last_ends(client, list(futures.values())):
-            holders, nbytes = await where_are(client, list(futures))
+        if await computing.last_ends(client, list(futures.values())):
+            holders, nbytes = await computing.where_are(client, list(futures))
             if len(futures) > FEW_PARTITIONS and sum(nbytes.values()) < SMALL_BYTES:
                 return None
             found = await self._fetch_all(client, holders, nbytes)
         left = [key for key in futures if key not in found]
         if left:  # or one of them has failed, which is raised here
-            found.update(zip(left, await gather(client, [futures[key] for key in left]), strict=True))
+            found.update(
+                zip(left, await computing.gather(client, [futures[key] for key in left]), strict=True)
+            )
         return found
 
     async def _fetch_all(
@@ -151,7 +147,7 @@ class Results:
 
 def _wanted(result: Expr, key: Key) -> Key | list[Key]:
     """Return the keys of a result's partitions, or its own key."""
-    frame = apart(result)
+    frame = computing.apart(result)
     # The partitions of a cudf frame would be twice on the client's GPU while they are put together.
     if frame is None or type(metadata(frame)).__module__.partition(".")[0] != "pandas":
         return key
@@ -180,10 +176,10 @@ def _messages(keys: list[Key], nbytes: Mapping[Key, int]) -> Iterator[list[Key]]
 
 async def _watched(client: Client, worker: str, keys: list[Key]) -> dict[Key, Any]:
     """Fetch results from a worker, as long as the scheduler knows the worker."""
-    fetching = asyncio.ensure_future(fetch(client, worker, keys, CONNECT_S))
+    fetching = asyncio.ensure_future(computing.fetch(client, worker, keys, CONNECT_S))
     try:
         while not (await asyncio.wait({fetching}, timeout=WATCH_S))[0]:
-            if not await has_worker(client, worker):
+            if not await computing.has_worker(client, worker):
                 raise ConnectionError(f"worker {worker} has left")
         return fetching.result()
     finally:

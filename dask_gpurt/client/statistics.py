@@ -11,37 +11,13 @@ from typing import Any, cast
 
 import numpy as np
 import pandas as pd
-from dask.dataframe.dask_expr._cumulative import (
-    CumMax,
-    CumMin,
-    CumProd,
-    CumSum,
-    CumulativeBlockwise,
-    CumulativeFinalize,
-    TakeLast,
-)
+from dask.dataframe.dask_expr import _cumulative
 from dask.dataframe.dask_expr._groupby import Cov, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
 from dask.dataframe.dask_expr._reductions import MeanAggregate, ShuffleReduce, Sum
 
 from dask_gpurt.dask_hooks.types import add_totals_before
-from dask_gpurt.frames.statistics import (
-    add_known_totals,
-    aggregate_present,
-    combine_pairs,
-    count_values,
-    distinct_pairs,
-    float_dtype,
-    float_sum,
-    float_sums_of_groups,
-    go_on,
-    is_dictionary,
-    last_row,
-    sum_of_squared_floats,
-    sums_of_groups,
-    total_so_far,
-    wraps_around,
-)
+from dask_gpurt.frames import statistics
 
 
 def _drop_groups_of_nulls(original: Callable[..., Any], expr: Any) -> Any:
@@ -67,23 +43,23 @@ def _float_dtypes(variance: Any) -> Any:
     """Return the dtypes of floats for the integers that are no keys; empty or None if there are none."""
     meta = variance.frame._meta
     if meta.ndim == 1:
-        return float_dtype(meta.dtype)
+        return statistics.float_dtype(meta.dtype)
     values = ((label, dtype) for label, dtype in meta.dtypes.items() if label not in variance._by_columns)
-    return {label: found for label, dtype in values if (found := float_dtype(dtype)) is not None}
+    return {label: found for label, dtype in values if (found := statistics.float_dtype(dtype)) is not None}
 
 
 def _square_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     steps = _sum_floats_of_steps(original, *args, **kwargs)
     *others, (squares, _, of_squares) = steps["chunk_funcs"]
-    return {**steps, "chunk_funcs": [*others, (squares, sum_of_squared_floats, of_squares)]}
+    return {**steps, "chunk_funcs": [*others, (squares, statistics.sum_of_squared_floats, of_squares)]}
 
 
 class NUniqueWithNulls(NUnique):
     """Count the distinct values by group, also of the group whose key is null."""
 
-    chunk = staticmethod(distinct_pairs)  # type: ignore[assignment]
-    combine = staticmethod(combine_pairs)  # type: ignore[assignment]
-    aggregate = staticmethod(count_values)  # type: ignore[assignment]
+    chunk = staticmethod(statistics.distinct_pairs)  # type: ignore[assignment]
+    combine = staticmethod(statistics.combine_pairs)  # type: ignore[assignment]
+    aggregate = staticmethod(statistics.count_values)  # type: ignore[assignment]
 
 
 def _count_values_of_nulls(original: Callable[..., Any], expr: Any) -> Any:
@@ -102,7 +78,7 @@ def _begin_after_nulls(original: Callable[..., Any], expr: Any) -> Any:
 
     Dask adds the null that is the total of these.
     """
-    changed = {add_totals_before: add_known_totals}
+    changed = {add_totals_before: statistics.add_known_totals}
     return {
         key: (changed[task[0]], *task[1:]) if task[0] in changed else task
         for key, task in original(expr).items()
@@ -112,12 +88,12 @@ def _begin_after_nulls(original: Callable[..., Any], expr: Any) -> Any:
 class FloatSum(Sum):
     """Sum up integers in floats."""
 
-    reduction_chunk = staticmethod(float_sum)
+    reduction_chunk = staticmethod(statistics.float_sum)
     reduction_aggregate = Sum.reduction_chunk
 
 
 def _sums_and_counts(rows: Any, *by: Any, **options: Any) -> Any:
-    return float_sums_of_groups(GroupMean.chunk(rows, *by, **options), rows, *by, **options)
+    return statistics.float_sums_of_groups(GroupMean.chunk(rows, *by, **options), rows, *by, **options)
 
 
 class MeanOfFloatSums(GroupMean):
@@ -138,7 +114,7 @@ def _sum_floats(original: Callable[..., Any], expr: Any) -> Any:
 
 
 def _sum_floats_of_groups(original: Callable[..., Any], expr: Any) -> Any:
-    if type(expr) is GroupMean and wraps_around(expr.frame._meta):
+    if type(expr) is GroupMean and statistics.wraps_around(expr.frame._meta):
         expr = MeanOfFloatSums(*expr.operands)
     return original(expr)
 
@@ -151,7 +127,7 @@ def _sum_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any
     label, finish, names = steps["finalizer"]
     floats = f"{total}-floats"
     return {
-        "chunk_funcs": [(floats, sums_of_groups, {"column": of_total["column"]}), *chunks],
+        "chunk_funcs": [(floats, statistics.sums_of_groups, {"column": of_total["column"]}), *chunks],
         "aggregate_funcs": [(floats, add, {**of_sums, "column": floats}), *others],
         "finalizer": (label, finish, {**names, "sum_column": floats}),
     }
@@ -160,8 +136,8 @@ def _sum_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any
 def _sums_wrap(mean: Any) -> bool:
     """Return whether sums of a series, or of a frame of nothing but numbers, may wrap around."""
     of = mean.frame._meta
-    if of.ndim == 1 or not wraps_around(of):
-        return wraps_around(of)
+    if of.ndim == 1 or not statistics.wraps_around(of):
+        return statistics.wraps_around(of)
     summed = of.select_dtypes(["number", "bool"]) if mean.numeric_only else of
     return of.columns.is_unique and all(
         isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in summed.dtypes
@@ -177,24 +153,31 @@ def _repeat_no_words(original: Callable[..., Any], expr: Any) -> Any:
     lowered = original(expr)
     if type(lowered) is not ShuffleReduce:
         return lowered
-    if is_dictionary(lowered._meta):
-        return lowered.substitute_parameters({"aggregate": partial(aggregate_present, lowered.aggregate)})
+    if statistics.is_dictionary(lowered._meta):
+        return lowered.substitute_parameters(
+            {"aggregate": partial(statistics.aggregate_present, lowered.aggregate)}
+        )
     options = lowered.aggregate_kwargs
     if options.get("observed") is False and not isinstance(expr, NUnique):  # which makes those with rows only
         return lowered.substitute_parameters({"aggregate_kwargs": {**options, "observed": True}})
     return lowered
 
 
-_KINDS: dict[type, str] = {CumSum: "sum", CumProd: "prod", CumMin: "min", CumMax: "max"}
+_KINDS: dict[type, str] = {
+    _cumulative.CumSum: "sum",
+    _cumulative.CumProd: "prod",
+    _cumulative.CumMin: "min",
+    _cumulative.CumMax: "max",
+}
 
 
-class LastRow(TakeLast):
+class LastRow(_cumulative.TakeLast):
     """Take the last running values of each partition as one row, or none."""
 
-    operation = staticmethod(last_row)
+    operation = staticmethod(statistics.last_row)
 
 
-class GoOn(CumulativeFinalize):
+class GoOn(_cumulative.CumulativeFinalize):
     """Go on in each partition with the running values of those before it."""
 
     _parameters = ["frame", "previous_partitions", "kind", "skipna"]
@@ -206,8 +189,8 @@ class GoOn(CumulativeFinalize):
         for number in range(1, self.frame.npartitions):
             if number > 1:
                 before, total = total, (f"{self._name}-total", number)
-                tasks[total] = (total_so_far, (last, number - 1), before, *how)
-            tasks[self._name, number] = (go_on, (values, number), total, *how)
+                tasks[total] = (statistics.total_so_far, (last, number - 1), before, *how)
+            tasks[self._name, number] = (statistics.go_on, (values, number), total, *how)
         return tasks
 
 
@@ -219,7 +202,7 @@ def _go_on_after_nothing(original: Callable[..., Any], expr: Any) -> Any:
     kind = _KINDS.get(type(expr))
     if kind is None or not isinstance(expr.frame._meta, (pd.DataFrame, pd.Series)):
         return original(expr)
-    values = CumulativeBlockwise(expr.frame, expr.axis, expr.skipna, expr.chunk_operation)
+    values = _cumulative.CumulativeBlockwise(expr.frame, expr.axis, expr.skipna, expr.chunk_operation)
     make, take = cast(Any, GoOn), cast(Any, LastRow)
     return make(values, take(values, expr.skipna), kind, expr.skipna)
 

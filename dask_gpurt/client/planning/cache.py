@@ -60,38 +60,10 @@ from dask_gpurt.client.planning.rules.sorting import SortOnce
 from dask_gpurt.client.planning.rules.unequal import Unequal
 from dask_gpurt.client.planning.rules.whole_groups import WholeGroups
 from dask_gpurt.client.planning.store import LOADED, Found, Generation, Store, StoredCache
-from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
+from dask_gpurt.dask_hooks import PatchSet, UnsupportedError, parquet_files, planning
 from dask_gpurt.dask_hooks.computing import apart, results_of, runs_locally
 from dask_gpurt.dask_hooks.making import make_faster, token_of_read
-from dask_gpurt.dask_hooks.parquet_files import (
-    checksum_of_files,
-    copy_of_facts,
-    counts_rows,
-    files_read,
-    forget_lengths,
-    known_of_files,
-    look_at_files,
-    note_state_of_files,
-    state_of_a_file,
-    tell_of_files,
-)
-from dask_gpurt.dask_hooks.planning import (
-    Expr,
-    change_operands,
-    content_of,
-    in_sequence,
-    is_computation,
-    is_of_dataframes,
-    is_sequence,
-    keys_of,
-    name_of,
-    operands_of,
-    plan_as_dask,
-    reads_more_than_operands,
-    set_token,
-    settings,
-    token_of,
-)
+from dask_gpurt.dask_hooks.planning import Expr
 from dask_gpurt.dask_hooks.replacing import replace_planning
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.counting import Choices
@@ -268,7 +240,7 @@ class PlanningCache:
         """
         if (planner := self._current()) is None:
             return None
-        current = settings()
+        current = planning.settings()
         found = (planner.id, *current)
         with self._lock:
             changed = found != self._settings
@@ -310,19 +282,19 @@ class PlanningCache:
             return expr
         if self._held.get() is None:  # or it is not the user's
             self.origins.note(expr, PlanningCache.optimise.__code__)
-        name = name_of(expr)
+        name = planning.name_of(expr)
         # Dask finds a cached expression by itself; the lookup here counts as a use for the LRU.
         if self._expressions.get(name) is not None:
-            forget_lengths(expr)  # Dask would make it anew, unless the user has kept it
+            parquet_files.forget_lengths(expr)  # Dask would make it anew, unless the user has kept it
             outcome = "reused"
         elif self._plain.note(expr):
-            change_operands(expr, own)
+            planning.change_operands(expr, own)
             # Cache only its operands. The expression itself is cached once it becomes an operand or is
             # optimised, which one with failing metadata never does. Such an expression must not be kept:
             # after a failed cast Dask uses the metadata of the base class, and the next use would not raise.
-            for operand in operands_of(expr):
+            for operand in planning.operands_of(expr):
                 if isinstance(operand, Expr):
-                    self._expressions.put(name_of(operand), operand)
+                    self._expressions.put(planning.name_of(operand), operand)
             outcome = "kept"
         else:
             outcome = "not-kept"
@@ -348,7 +320,11 @@ class PlanningCache:
 
     def _told(self, expr: Expr, plan: Expr, notes: Iterable[Note]) -> dict[str, Any]:
         result = next(iter(results_of(plan)), plan)
-        keys = (next(flatten(keys_of(each)), None) for each in (result, apart(result)) if each is not None)
+        keys = (
+            next(flatten(planning.keys_of(each)), None)
+            for each in (result, apart(result))
+            if each is not None
+        )
         done: dict[bool, dict[str, None]] = {True: {}, False: {}}
         for note in notes:
             done[note.done][f"{note.rule} {note.text}"] = None
@@ -362,8 +338,8 @@ class PlanningCache:
     def optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
         """Optimise an expression as Dask's function does, or find its plan."""
         planner, local = self._current(), runs_locally()
-        fused = planner is not None and is_computation(expr)
-        is_ruled = planner and stage in LOWERED and not local and (fused or is_of_dataframes(expr))
+        fused = planner is not None and planning.is_computation(expr)
+        is_ruled = planner and stage in LOWERED and not local and (fused or planning.is_of_dataframes(expr))
         sizes = planner.partition_sizes() if planner and is_ruled else None
 
         facts = Facts(sizes, metrics=self._metrics) if sizes else None
@@ -386,13 +362,13 @@ class PlanningCache:
         generation = self._generation()
         if generation is None or expr not in self._plain:
             return plan_anew()
-        self._expressions.put(name_of(expr), expr)
+        self._expressions.put(planning.name_of(expr), expr)
         way = (stage, fused, local, sizes and astuple(sizes))
 
         def content() -> Hashable | None:
-            return None if (token := content_of(expr)) is None else (token, way)
+            return None if (token := planning.content_of(expr)) is None else (token, way)
 
-        key = (name_of(expr), way)
+        key = (planning.name_of(expr), way)
         found = self._plans.get(generation, key, content)
         known = found.value
         if known is None or not known.files.are_the_same():
@@ -401,7 +377,7 @@ class PlanningCache:
                 plan = plan_anew()
             if fused and not local:  # it is sent to a scheduler as it is
                 plan = self._packed(plan)
-            if files.paths or not counts_rows(plan, expr):
+            if files.paths or not parquet_files.counts_rows(plan, expr):
                 self._keep(self._plans, generation, key, Plan(plan, chosen, files), found)
             self._metrics.add("planning.plans.{outcome}", 1, "computed")
             return plan
@@ -416,7 +392,7 @@ class PlanningCache:
         """Plan a result that goes to the client as if the runtime were on, without keeping anything."""
         facts = Facts(sizes, metrics=self._metrics)
         began = time.perf_counter()
-        plan = fuse(self._by_rules(plan_as_dask, expr, "simplified-physical", facts))
+        plan = fuse(self._by_rules(planning.plan_as_dask, expr, "simplified-physical", facts))
         return Planned(plan, facts, [], time.perf_counter() - began)
 
     def _store(self) -> Store | None:
@@ -437,9 +413,9 @@ class PlanningCache:
         for those of one partition only, if they are the same however tables are divided.
         """
         try:
-            stays = not is_computation(expr)
-            is_wrapped = stays and not is_sequence(expr)
-            changed = in_sequence(expr) if is_wrapped else expr
+            stays = not planning.is_computation(expr)
+            is_wrapped = stays and not planning.is_sequence(expr)
+            changed = planning.in_sequence(expr) if is_wrapped else expr
             facts.plans.append(changed)
             for rule in self.early_rules:
                 changed = rule.apply(changed, facts)
@@ -485,14 +461,16 @@ class PlanningCache:
         return found
 
     def _look_at_files(self, original: Callable[[Expr], dict[str, Any]], expr: Expr) -> dict[str, Any]:
-        if (known := known_of_files(expr)) is not None:
+        if (known := parquet_files.known_of_files(expr)) is not None:
             return known
         generation = self._newest_generation()
         if generation is None:
             return original(expr)
         differs = partial(self._metrics.fallback, Fallback.PLANNING_FILES)
-        look = partial(look_at_files, original, convert=self._describer.converted, differs=differs)
-        read = files_read(expr)
+        look = partial(
+            parquet_files.look_at_files, original, convert=self._describer.converted, differs=differs
+        )
+        read = parquet_files.files_read(expr)
         operands, source = frozen(read), source_of(read)
         if operands is None or source is None:
             return look(expr)
@@ -507,25 +485,27 @@ class PlanningCache:
 
         found = self._files.get(generation, key, content)
         if found.value is not None and found.value[0] == states:
-            known = copy_of_facts(found.value[1])
-            tell_of_files(expr, known)
+            known = parquet_files.copy_of_facts(found.value[1])
+            parquet_files.tell_of_files(expr, known)
             self._metrics.add("planning.files.{outcome}", 1, found.how)
             return known
         known = look(expr)
-        note_state_of_files(expr, known, states)
+        parquet_files.note_state_of_files(expr, known, states)
         if found.value is not None and found.value[1]["checksum"] == known["checksum"]:
             generation = self._next_generation(generation)
-        self._keep(self._files, generation, key, (states, copy_of_facts(known)), found)
+        self._keep(self._files, generation, key, (states, parquet_files.copy_of_facts(known)), found)
         self._metrics.add("planning.files.{outcome}", 1, "read")
         return known
 
     def _name_read(self, original: Callable[[Expr], str], expr: Expr) -> str:
         """Return the token of a read, which Dask computes from all that it knows of the files."""
-        if (token := token_of(expr)) is not None:
+        if (token := planning.token_of(expr)) is not None:
             return token
         name = partial(token_of_read, original, self._facts_written)
-        operands = frozen(list(operands_of(expr)))
-        checksum = checksum_of_files(expr)  # looks at the files, which may begin another generation
+        operands = frozen(list(planning.operands_of(expr)))
+        checksum = parquet_files.checksum_of_files(
+            expr
+        )  # looks at the files, which may begin another generation
         generation = self._newest_generation()
         if generation is None or operands is None or checksum is None:
             return name(expr)
@@ -533,7 +513,7 @@ class PlanningCache:
         if (token := self._tokens.get(key)) is None:
             token = name(expr)
             self._tokens.put(key, token)
-        set_token(expr, token)
+        planning.set_token(expr, token)
         return token
 
     def _facts_written(self, facts: Any, write: Callable[[], str]) -> str:
@@ -546,9 +526,9 @@ class PlanningCache:
 
     def _may_change(self, expr: Expr) -> bool:
         """Return whether an expression with plain operands may change although its name stays the same."""
-        if reads_more_than_operands(expr):
+        if planning.reads_more_than_operands(expr):
             return True
-        if (checksum := checksum_of_files(expr)) is None:
+        if (checksum := parquet_files.checksum_of_files(expr)) is None:
             return False
         versioned = self._versioned.get(checksum)
         if versioned is None:
@@ -560,7 +540,7 @@ class PlanningCache:
 def _has_versions(expr: Expr) -> bool:
     """Return whether the name of a read changes whenever its files are written."""
     try:
-        state = state_of_a_file(expr)  # one file represents the whole table
+        state = parquet_files.state_of_a_file(expr)  # one file represents the whole table
     except FileNotFoundError:  # removed since Dask listed it
         return False
     return state is not None and has_version(state)

@@ -18,26 +18,9 @@ from dask.core import flatten
 from dask.typing import Key
 
 from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, known_schema
+from dask_gpurt.dask_hooks import planning
 from dask_gpurt.dask_hooks.lighter_tasks import last_step
-from dask_gpurt.dask_hooks.planning import (
-    Expr,
-    PlanWrapper,
-    described_in_tasks,
-    fuse_blockwise,
-    graph_of,
-    has_metadata,
-    is_of_dataframes,
-    keys_of,
-    measures_partitions,
-    metadata,
-    name_of,
-    rebuild,
-    set_metadata,
-    set_shapes,
-    shapes_of,
-    with_operand,
-    with_seed,
-)
+from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dask_hooks.types import GraphNode, Task
 from dask_gpurt.shuffle import ShuffleSpec
@@ -55,29 +38,35 @@ def fuse(plan: Expr) -> Expr:
 
     ``plan``: an optimised expression, or a sequence of expressions.
     """
-    if not is_of_dataframes(plan) or measures_partitions(plan):
+    if not planning.is_of_dataframes(plan) or planning.measures_partitions(plan):
         return plan
-    name = name_of(plan)
-    plan = rebuild(plan, with_seed)  # or a sort would divide rows into other partitions than Dask does
-    plan = rebuild(plan, last_step)
+    name = planning.name_of(plan)
+    plan = planning.rebuild(
+        plan, planning.with_seed
+    )  # or a sort would divide rows into other partitions than Dask does
+    plan = planning.rebuild(plan, last_step)
     own: list[Expr] = []
 
     def with_computation(expr: Expr) -> Expr:
-        changed = with_operand(expr, OWN_COMPUTATION, name)
+        changed = planning.with_operand(expr, OWN_COMPUTATION, name)
         own.extend([changed] * (changed is not expr))
         return changed
 
-    fused = fuse_blockwise(plan, with_computation)
+    fused = planning.fuse_blockwise(plan, with_computation)
     # Without a shuffle of the runtime there are no chains to fuse, and any scheduler can compute the plan.
     return FusedChains(described(fused), name) if own else fused  # type: ignore[no-untyped-call]
 
 
 def described(plan: Expr) -> Expr:
     """Return a plan with what its graph is made of; unchanged if it has that, or is not of dataframes."""
-    if isinstance(plan, PlanWrapper) or not is_of_dataframes(plan) or measures_partitions(plan):
+    if (
+        isinstance(plan, PlanWrapper)
+        or not planning.is_of_dataframes(plan)
+        or planning.measures_partitions(plan)
+    ):
         return plan
-    found = (known_schema(each) or metadata(each) for each in described_in_tasks(plan))
-    return DescribedPlan(plan, tuple(map(pickle.dumps, found)), shapes_of(plan))  # type: ignore[no-untyped-call]
+    found = (known_schema(each) or planning.metadata(each) for each in planning.described_in_tasks(plan))
+    return DescribedPlan(plan, tuple(map(pickle.dumps, found)), planning.shapes_of(plan))  # type: ignore[no-untyped-call]
 
 
 class DescribedPlan(PlanWrapper):
@@ -92,12 +81,12 @@ class DescribedPlan(PlanWrapper):
 
     def __dask_graph__(self) -> dict[Key, GraphNode]:
         """Return the graph of the plan."""
-        for expr, known in zip(described_in_tasks(self.plan), self.metadata, strict=True):
-            if not has_metadata(expr):
+        for expr, known in zip(planning.described_in_tasks(self.plan), self.metadata, strict=True):
+            if not planning.has_metadata(expr):
                 found = pickle.loads(known)
-                set_metadata(expr, frame_of(found) if isinstance(found, Schema) else found)
-        set_shapes(self.plan, self.shapes)
-        return graph_of(self.plan)
+                planning.set_metadata(expr, frame_of(found) if isinstance(found, Schema) else found)
+        planning.set_shapes(self.plan, self.shapes)
+        return planning.graph_of(self.plan)
 
 
 class FusedChains(PlanWrapper):
@@ -107,7 +96,9 @@ class FusedChains(PlanWrapper):
 
     def __dask_graph__(self) -> dict[Key, GraphNode]:
         """Return the graph of the plan, with chains fused."""
-        return fuse_chains(graph_of(self.plan), set(flatten(keys_of(self.plan))), self.computation)
+        return fuse_chains(
+            planning.graph_of(self.plan), set(flatten(planning.keys_of(self.plan))), self.computation
+        )
 
 
 def fuse_chains(graph: Graph, keys: Collection[Key], computation: str) -> dict[Key, GraphNode]:

@@ -41,15 +41,8 @@ from pandas.api.extensions import ExtensionDtype
 from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt.client.planning.catalogue.schema import SIMPLE_DTYPES, schema_of
-from dask_gpurt.dask_hooks.planning import (
-    Expr,
-    deferred_values,
-    is_method_name,
-    is_shared,
-    name_of,
-    operands_of,
-    with_deferred_values,
-)
+from dask_gpurt.dask_hooks import planning
+from dask_gpurt.dask_hooks.planning import Expr
 from dask_gpurt.frames.registry import LIBRARIES
 
 #: Packages whose functions and classes do not change while a process runs.
@@ -118,14 +111,16 @@ class Plain:
         """Return whether an expression may be cached, and remember it if so."""
         if not self._holds_plain(expr):
             return False
-        self._known[name_of(expr)] = expr
+        self._known[planning.name_of(expr)] = expr
         return True
 
     def __contains__(self, expr: Expr) -> bool:
-        return name_of(expr) in self._known or (not is_shared(expr) and self._holds_plain(expr))
+        return planning.name_of(expr) in self._known or (
+            not planning.is_shared(expr) and self._holds_plain(expr)
+        )
 
     def _holds_plain(self, expr: Expr) -> bool:
-        plain = is_trusted(type(expr)) and all(map(self._is_plain, operands_of(expr)))
+        plain = is_trusted(type(expr)) and all(map(self._is_plain, planning.operands_of(expr)))
         return plain and not self._may_change(expr)
 
     def _is_plain(self, value: Any) -> bool:
@@ -147,7 +142,7 @@ class Plain:
             )
         if type(value) is partial:
             return self._is_plain([value.func, value.args, value.keywords])
-        if (deferred := deferred_values(value)) is not None:
+        if (deferred := planning.deferred_values(value)) is not None:
             return all(map(self._is_plain, deferred))
         return is_trusted(value) or is_empty_frame(value) or type(value) is LocalFileSystem
 
@@ -161,8 +156,8 @@ def own(value: Any) -> Any:
     kind = type(value)
     if kind is np.ndarray:
         return value.copy() if value.nbytes <= ARRAY_LIMIT_BYTES else value
-    if deferred_values(value) is not None:
-        return with_deferred_values(value, own)
+    if planning.deferred_values(value) is not None:
+        return planning.with_deferred_values(value, own)
     if kind is partial:
         return partial(value.func, *map(own, value.args), **own(value.keywords))
     if kind not in (list, tuple, set, *_DICTS) or len(value) > VALUES_LIMIT:
@@ -189,7 +184,7 @@ def is_trusted(value: Any) -> bool:
         closed_over = getattr(value, "__closure__", None) or ()
         of = getattr(value, "__module__", None) or "numpy"  # ufuncs have no module
         return of.partition(".")[0] in TRUSTED and not closed_over
-    return is_method_name(value)
+    return planning.is_method_name(value)
 
 
 def frozen(value: Any) -> Hashable | None:
@@ -331,7 +326,7 @@ def _described(value: Any) -> str:
     if isinstance(value, (*SIMPLE_DTYPES, Enum)):
         kind: Any = type(value)
         return f"{_name_of(kind)} {value.name}"
-    if is_method_name(value):
+    if planning.is_method_name(value):
         return f"method {value.method}"
     if isinstance(value, types.MethodType):
         return f"{_name_of(value.__self__)} {value.__name__}"

@@ -13,13 +13,8 @@ from typing import Any
 from dask_gpurt.client.planning.catalogue.asking import QUESTION, Keep, Library, Remember, is_stand_in
 from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Schema, frame_of, known_schema, schema_of
 from dask_gpurt.client.planning.catalogue.shapes import other_rule_of, rule_of, same
-from dask_gpurt.dask_hooks.planning import (
-    Expr,
-    is_frame_of_chunks,
-    metadata,
-    reads_more_than_operands,
-    set_metadata,
-)
+from dask_gpurt.dask_hooks import planning
+from dask_gpurt.dask_hooks.planning import Expr
 from dask_gpurt.observe import Metrics
 
 #: A function of Dask that is replaced.
@@ -56,7 +51,7 @@ class Describer:
         ):
             return
         if (schema := self._known(expr)) is not None:
-            set_metadata(expr, frame_of(schema))
+            planning.set_metadata(expr, frame_of(schema))
 
     def converted(self, frame: Any, convert: Callable[[Any], Any]) -> Any | None:
         """Return an empty frame of another library; see :meth:`Library.converted`."""
@@ -76,7 +71,7 @@ class Describer:
 
     def dimensions(self, original: Original, expr: Expr) -> Any:
         """Return the number of its dimensions."""
-        if is_frame_of_chunks(expr):
+        if planning.is_frame_of_chunks(expr):
             return 2
         schema = self._known(expr)
         return original(expr) if schema is None else 1 + schema.is_frame
@@ -93,7 +88,7 @@ class Describer:
             return found
         kind: Any = type(expr)
         rule = rule_of(kind)
-        if rule is None or reads_more_than_operands(expr) or not self._is_on():
+        if rule is None or planning.reads_more_than_operands(expr) or not self._is_on():
             return None
         found = rule(expr, self._schema, self._library)
         if found is not None:
@@ -105,7 +100,7 @@ class Describer:
         """Return the schema of an input; Dask describes it if nothing else does."""
         if (found := self._known(expr)) is not None:
             return found
-        frame = metadata(expr)
+        frame = planning.metadata(expr)
         for each in expr.dependencies():  # many operations have the metadata of their input
             if vars(each).get("_meta") is frame and (found := vars(each).get(SCHEMA)) is not None:
                 break
