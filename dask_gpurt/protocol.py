@@ -45,7 +45,7 @@ PLANS_TOPIC = "gpurt-plans"
 
 #: ``connect: bool`` → counters and fallbacks of all servers, departed workers included.
 CLUSTER_REPORT_HANDLER = "gpurt_report"
-#: ``by: str`` → rows of bytes per tier, worker or kind.
+#: → the ledger of each worker by address; asked of a worker, its own.
 MEMORY_HANDLER = "gpurt_memory"
 #: ``token`` begins a trace on all servers, ``token, limit`` takes a batch of events, ``token`` ends it.
 BEGIN_TRACES_HANDLER = "gpurt_trace_begin"
@@ -68,8 +68,6 @@ SILENT_HANDLER = "gpurt_silent"
 GONE_HANDLER = "gpurt_gone"
 #: ``host: str`` → bytes that the other workers of a host could free in shared memory.
 HOST_ROOM_HANDLER = "gpurt_host_room"
-#: → bytes of shared memory that each host's workers hold.
-SHARED_MEMORY_HANDLER = "gpurt_shared_memory"
 
 # From workers to the scheduler: stream operations and metrics.
 
@@ -80,16 +78,16 @@ LEFT_OP = "gpurt-left"
 REFUSED_OP = "gpurt-refused"
 #: ``keys``: results that a worker has lost.
 LOST_KEYS_OP = "gpurt-lost"
-#: Bytes of each tier.
-MEMORY_OP = "gpurt-memory"
 #: ``id, run_id, epoch``: a barrier has sealed its run.
 SEALED_OP = "gpurt-sealed"
 #: ``status``: the answer to `ASK_STATUS_OP`.
 STATUS_OP = "gpurt-status"
 #: ``keys``: results of `SEND_RESULTS_OP` that have arrived.
 CONFIRM_RESULTS_OP = "gpurt-results-confirmed"
-#: Counters of a worker; and how far its runs are, what it moved between tiers, and what it got from peers.
+#: Counters of a worker; its ledger; and how far its runs are, what it moved between tiers, and what it got
+#: from peers.
 COUNTERS_METRIC = "gpurt_counters"
+MEMORY_METRIC = "gpurt_memory"
 PROGRESS_METRIC = "gpurt_progress"
 
 # From the scheduler to workers.

@@ -1,1 +1,1 @@
-"""Time shuffles larger than memory, spilling, disks and ledgers."""
+"""Time shuffles larger than memory, spilling and disks."""

@@ -27,7 +27,7 @@ from distributed.protocol.core import dumps, loads
 from benchmarks.common.commandline import write
 from benchmarks.common.environment import environment
 from dask_gpurt.exchange.paths import MAX_PEERS
-from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, ClusterMemory, Label, Ledger, Tier
+from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, Label, Ledger, Tier
 from dask_gpurt.monitor.dashboard.collector import MAX_SHARE, SAMPLE_INTERVAL_S, Collector
 from dask_gpurt.monitor.dashboard.page import INTERVAL_S, drawn
 from dask_gpurt.monitor.dashboard.page import MAX_SHARE as PAGE_SHARE
@@ -35,7 +35,7 @@ from dask_gpurt.monitor.dashboard.sampler import MAX_POINTS
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.observe.metrics import METRICS, combine
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
-from dask_gpurt.protocol import PROGRESS_METRIC
+from dask_gpurt.protocol import MEMORY_METRIC, PROGRESS_METRIC
 
 PER_HOST, CAPACITY, PREFIXES = 8, 80 << 30, 20
 #: The counters of a worker.
@@ -58,9 +58,9 @@ class Reports:
         addresses = [f"tcp://10.0.0.{n // PER_HOST}:{4000 + n}" for n in range(workers)]
         self._ledgers = {address: Ledger(dict.fromkeys(Tier, CAPACITY)) for address in addresses}
         self._states = {address: SimpleNamespace(name=n, metrics={}) for n, address in enumerate(addresses)}
-        self._memory, self._round = ClusterMemory(), 0
+        self._round = 0
         self.runtime: Any = SimpleNamespace(
-            cluster_memory=self._memory,
+            ledgers=lambda: {each: state.metrics[MEMORY_METRIC] for each, state in self._states.items()},
             scheduler=SimpleNamespace(workers=self._states, tasks={}),
             clients=SimpleNamespace(planned=lambda: 1, unplanned=[]),
             computations=SimpleNamespace(rows=lambda most: [], purpose=lambda outputs, label: label),
@@ -86,7 +86,7 @@ class Reports:
                 ledger.set(tier, SHARDS, int(self._rng.integers(CAPACITY // 2)))
                 for prefix in range(PREFIXES):
                     ledger.add(tier, Label(PARTITIONS, f"prefix-{prefix}"), 1)
-            self._memory.apply(address, ledger.snapshot())
+            self._states[address].metrics[MEMORY_METRIC] = ledger.snapshot()
             self._states[address].metrics[PROGRESS_METRIC] = self.progress(number)
 
     def progress(self, worker: int) -> Mapping[str, Any]:

@@ -118,7 +118,7 @@ def _of_file(work: Work, file: str = "", fetched: float = 0.0) -> Work:
 
 def bind_reads(simulation: Simulation) -> ReadPlaces:
     """Have reads go where they were done last."""
-    places = ReadPlaces(simulation.scheduler, lambda worker, local: True, lambda: False, _raise)
+    places = ReadPlaces(simulation.scheduler, (), _raise)
 
     class Events(SchedulerPlugin):
         def transition(self, key: Any, start: str, finish: str, *_: Any, **kwargs: Any) -> None:

@@ -22,7 +22,7 @@ from dask_gpurt.client import following
 from dask_gpurt.client.addresses import require_package
 from dask_gpurt.client.following import address_of
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.memory.ledger import KINDS, rows, rows_by_prefix, shared_memory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.counting import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
@@ -333,8 +333,9 @@ async def ask_memory(client: Client, by: str) -> MemoryUsage:
     """Ask the scheduler for the bytes in memory tiers; none if the runtime is off."""
     if not await is_on_cluster(client):
         return MemoryUsage((), MEMORY_COLUMNS[by], enabled=False)
-    rows = await _scheduler(client).gpurt_memory(by=by)
-    return MemoryUsage(tuple(rows), MEMORY_COLUMNS[by], await _scheduler(client).gpurt_shared_memory())
+    known = await _scheduler(client).gpurt_memory()
+    found = rows_by_prefix(known) if by == "prefix" else rows(known)
+    return MemoryUsage(tuple(found), MEMORY_COLUMNS[by], shared_memory(known))
 
 
 def _scheduler(client: Client) -> Any:

@@ -1,4 +1,7 @@
-"""Define the tiers of a worker, and count the bytes in each, for a worker and for the cluster. Pure."""
+"""Define the tiers of a worker, and count the bytes in each, for a worker and for the cluster. Pure.
+
+Decisions and their figures: ``docs/decisions/scheduler.md``.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,8 @@ KINDS = (PARTITIONS, SHARDS, RESERVATIONS, CACHED, "published", SPILLED_BY_LIBRA
 #: The most task prefixes that a worker reports separately, and the name for the sum of the others.
 MAX_PREFIXES, OTHERS = 50, "(others)"
 
-LedgerMessage = dict[str, Any]
+#: The plain values of a ledger, which travel with heartbeats.
+LedgerMessage = Mapping[str, Any]
 
 
 class Label(NamedTuple):
@@ -93,23 +97,16 @@ class Ledger:
         #: its bytes are 0.
         self._prefixes: dict[str, dict[Tier, int]] = {}
         self._others: defaultdict[str, int] = defaultdict(int)
-        #: Whether there is anything to report since the last :meth:`snapshot`.
-        self._changed = True
         self._lock = threading.Lock()
 
     def set(self, tier: Tier, kind: str, nbytes: int) -> None:
         """Set the bytes of a kind in a tier."""
         with self._lock:
-            if self.cell(tier, kind) != nbytes:
-                self._cells[tier, kind] = nbytes
-                self._changed = True
+            self._cells[tier, kind] = nbytes
 
     def set_capacity(self, tier: Tier, nbytes: int) -> None:
         """Set the capacity of a tier."""
-        with self._lock:
-            if self.capacity[tier] != nbytes:
-                self.capacity[tier] = nbytes
-                self._changed = True
+        self.capacity[tier] = nbytes
 
     def add(self, tier: Tier, label: Label, nbytes: int) -> None:
         """Add bytes in a tier; negative to subtract."""
@@ -117,7 +114,6 @@ class Ledger:
             return
         with self._lock:
             self._cells[tier, label.kind] += nbytes
-            self._changed = True
             if label.prefix:
                 self._add_to_prefix(tier, label.prefix, nbytes)
 
@@ -152,109 +148,66 @@ class Ledger:
         """Return the capacity minus used and reserved bytes."""
         return self.capacity[tier] - self.used(tier) - self.cell(tier, RESERVATIONS)
 
-    def changes(self) -> LedgerMessage | None:
-        """Return a :meth:`snapshot`; None if nothing has changed since the last one."""
-        return self.snapshot() if self._changed else None
-
     def snapshot(self) -> LedgerMessage:
-        """Return a message with everything."""
+        """Return everything as plain values."""
         with self._lock:
-            self._changed = False
             return {
                 "shared_memory": self.shared_memory,
                 "capacity": {str(tier): nbytes for tier, nbytes in self.capacity.items()},
-                "cells": [
-                    [str(tier), kind, nbytes] for (tier, kind), nbytes in self._cells.items() if nbytes
-                ],
-                "prefixes": [
-                    [str(tier), name, nbytes]
-                    for name, sizes in self._prefixes.items()
-                    for tier, nbytes in sizes.items()
-                    if nbytes
-                ],
+                "cells": {str(tier): self._in(tier) for tier in Tier},
+                "prefixes": {
+                    str(tier): {
+                        name: sizes[tier] for name, sizes in self._prefixes.items() if sizes.get(tier)
+                    }
+                    for tier in Tier
+                },
             }
 
+    def _in(self, tier: Tier) -> dict[str, int]:
+        return {kind: nbytes for (of, kind), nbytes in self._cells.items() if of is tier and nbytes}
 
-class ClusterMemory:
-    """Hold the ledgers of all workers, as reported to the scheduler."""
 
-    def __init__(self) -> None:
-        self._capacity: dict[str, dict[str, int]] = {}
-        self._shared_memory: dict[str, int | None] = {}
-        self._on_gpu: set[str] = set()
-        self._cells: dict[str, dict[tuple[str, str], int]] = {}
-        self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
+# ---- of all workers, by the plain values of their ledgers --------------------------------------------
 
-    def apply(self, worker: str, message: LedgerMessage) -> None:
-        """Apply a message of a worker, in place of its previous one: its stream keeps their order."""
-        self.forget(worker)
-        self._capacity[worker] = message["capacity"]
-        self._shared_memory[worker] = message["shared_memory"]
-        if self._shared_memory[worker] is None:
-            self._on_gpu.add(worker)
-        self._cells[worker] = {(tier, kind): nbytes for tier, kind, nbytes in message["cells"]}
-        self._prefixes[worker] = {(tier, name): nbytes for tier, name, nbytes in message["prefixes"]}
 
-    def forget(self, worker: str) -> None:
-        """Forget a worker that has left."""
-        everything: tuple[dict[str, Any], ...] = (self._capacity, self._cells, self._prefixes)
-        for known in (*everything, self._shared_memory):
-            known.pop(worker, None)
-        self._on_gpu.discard(worker)
+def rows(known: Mapping[str, LedgerMessage]) -> list[dict[str, Any]]:
+    """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind."""
+    return [_row(worker, ledger, tier) for worker, ledger in sorted(known.items()) for tier in Tier]
 
-    def shared_memory(self) -> dict[str, int]:
-        """Return the capacity of the exchange pool by worker, for workers without a GPU."""
-        return {worker: nbytes for worker, nbytes in self._shared_memory.items() if nbytes is not None}
 
-    def room(self, worker: str) -> int | None:
-        """Return the free bytes in all tiers of a worker; None if it has not reported."""
-        if (capacity := self._capacity.get(worker)) is None:
-            return None
-        live, *lower = [self._row(worker, str(tier), capacity[tier])["headroom"] for tier in Tier]
-        return int(live + sum(left for left in lower if left > 0))  # the live one may be overdrawn
+def _row(worker: str, ledger: LedgerMessage, tier: Tier) -> dict[str, Any]:
+    capacity, cells = ledger["capacity"][tier], ledger["cells"].get(tier, {})
+    kinds = {kind: cells.get(kind, 0) for kind in KINDS}
+    headroom = capacity - kinds[PARTITIONS] - kinds[SHARDS] - kinds[RESERVATIONS]
+    return {"worker": worker, "tier": str(tier), "capacity": capacity, "headroom": headroom, **kinds}
 
-    @property
-    def has_gpus(self) -> bool:
-        """Return whether any worker has a GPU."""
-        return bool(self._on_gpu)
 
-    def has_cached(self, worker: str, local: bool = False) -> bool:
-        """Return whether a worker has cached any files, which are local ones on GPUs only."""
-        tiers = [tier for tier in Tier if self._cells.get(worker, {}).get((str(tier), CACHED))]
-        if local:
-            return worker in self._on_gpu and not {Tier.DEVICE, Tier.PINNED}.isdisjoint(tiers)
-        return bool(tiers)
+def room(ledger: LedgerMessage) -> int:
+    """Return the free bytes in all tiers of a worker."""
+    live, *lower = [_row("", ledger, tier)["headroom"] for tier in Tier]
+    return int(live + sum(left for left in lower if left > 0))  # the live one may be overdrawn
 
-    def workers(self) -> list[str]:
-        """Return the workers that have reported, sorted."""
-        return sorted(self._capacity)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind."""
-        return [
-            self._row(worker, str(tier), self._capacity[worker][str(tier)])
-            for worker in self.workers()
-            for tier in Tier
-        ]
+def shared_memory(known: Mapping[str, LedgerMessage]) -> dict[str, int]:
+    """Return the capacity of the exchange pool by worker, for workers without a GPU."""
+    capacities = ((worker, ledger["shared_memory"]) for worker, ledger in known.items())
+    return {worker: nbytes for worker, nbytes in capacities if nbytes is not None}
 
-    def _row(self, worker: str, tier: str, capacity: int) -> dict[str, Any]:
-        kinds = {kind: self._cells[worker].get((tier, kind), 0) for kind in KINDS}
-        headroom = capacity - kinds[PARTITIONS] - kinds[SHARDS] - kinds[RESERVATIONS]
-        return {"worker": worker, "tier": tier, "capacity": capacity, "headroom": headroom, **kinds}
 
-    def rows_by_prefix(self) -> list[dict[str, Any]]:
-        """Return a row for each worker, tier and task prefix with bytes.
+def rows_by_prefix(known: Mapping[str, LedgerMessage]) -> list[dict[str, Any]]:
+    """Return a row for each worker, tier and task prefix with bytes.
 
-        For shards and reservations the kind is the prefix too.
-        """
-        return [
-            {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}
-            for worker in self.workers()
-            for tier in Tier
-            for kind, prefix, nbytes in self._named(worker, str(tier))
-        ]
+    For shards and reservations the kind is the prefix too.
+    """
+    return [
+        {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}
+        for worker, ledger in sorted(known.items())
+        for tier in Tier
+        for kind, prefix, nbytes in _named(ledger, tier)
+    ]
 
-    def _named(self, worker: str, tier: str) -> list[tuple[str, str, int]]:
-        found = sorted((name, n) for (at, name), n in self._prefixes[worker].items() if at == tier)
-        others = [(kind, self._cells[worker].get((tier, kind), 0)) for kind in (SHARDS, RESERVATIONS)]
-        return [(PARTITIONS, name, n) for name, n in found] + [(kind, kind, n) for kind, n in others if n]
+
+def _named(ledger: LedgerMessage, tier: Tier) -> list[tuple[str, str, int]]:
+    cells, prefixes = ledger["cells"].get(tier, {}), ledger["prefixes"].get(tier, {})
+    others = [(kind, kind, cells[kind]) for kind in (SHARDS, RESERVATIONS) if cells.get(kind)]
+    return [(PARTITIONS, name, nbytes) for name, nbytes in sorted(prefixes.items())] + others

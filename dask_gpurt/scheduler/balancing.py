@@ -17,7 +17,8 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, ShuffleRunSpec, barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.memory.ledger import ClusterMemory
+from dask_gpurt.memory.ledger import room
+from dask_gpurt.protocol import MEMORY_METRIC
 from dask_gpurt.scheduler.recovery import Recovery
 from dask_gpurt.scheduler.runs import ActiveRuns, sharing_outputs
 from dask_gpurt.shuffle.balance import Moves, OwnerCapacity, RunSizes, balanced
@@ -30,13 +31,10 @@ logger = logging.getLogger(__name__)
 class Balancing:
     """Watch the runs of a scheduler, and move outputs away from workers that would get too many bytes."""
 
-    def __init__(
-        self, scheduler: SchedulerServer, runs: ActiveRuns, recovery: Recovery, memory: ClusterMemory
-    ):
+    def __init__(self, scheduler: SchedulerServer, runs: ActiveRuns, recovery: Recovery):
         self._scheduler = scheduler
         self._runs = runs
         self._recovery = recovery
-        self._memory = memory
         self._watched: dict[ShuffleId, RunSizes] = {}
         #: The shuffle of each watched transfer.
         self._shuffle_of: dict[Key, ShuffleId] = {}
@@ -130,8 +128,9 @@ class Balancing:
 
     def _room(self, worker: str, held: float) -> float:
         """Return the bytes that a worker can take in addition to the outputs that it owns already."""
-        free: float | None = self._memory.room(worker)
-        if free is None:  # it has no ledger yet
-            state = self._scheduler.workers[worker]
+        state = self._scheduler.workers[worker]
+        if (ledger := state.metrics.get(MEMORY_METRIC)) is not None:
+            free: float = room(ledger)
+        else:  # no heartbeat has brought one yet
             free = state.memory_limit - state.nbytes if state.memory_limit else math.inf
         return max(0.0, free - held)

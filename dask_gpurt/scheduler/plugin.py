@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 import uuid
@@ -20,7 +19,7 @@ from dask_gpurt import config, dask_hooks
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING, PromptStreams
-from dask_gpurt.memory.ledger import ClusterMemory
+from dask_gpurt.memory.ledger import LedgerMessage
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.counting import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
@@ -34,7 +33,7 @@ from dask_gpurt.protocol import (
     LEFT_OP,
     LOST_KEYS_OP,
     MEMORY_HANDLER,
-    MEMORY_OP,
+    MEMORY_METRIC,
     NAME,
     OWNERS_HANDLER,
     PLANS_TOPIC,
@@ -42,7 +41,6 @@ from dask_gpurt.protocol import (
     RECOVER_HANDLER,
     REFUSED_OP,
     SEALED_OP,
-    SHARED_MEMORY_HANDLER,
     SILENT_HANDLER,
     STATUS_OP,
     TOKEN_HANDLER,
@@ -53,7 +51,7 @@ from dask_gpurt.scheduler.read_places import ReadPlaces
 from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTracing
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.switching import Switch, Workers
-from dask_gpurt.scheduler.worker_calls import SilentWorkers, make_room
+from dask_gpurt.scheduler.worker_calls import SilentWorkers, ask_all, make_room
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin, spare_tracebacks
 
 logger = logging.getLogger(__name__)
@@ -62,8 +60,8 @@ logger = logging.getLogger(__name__)
 Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
 #: The plugin's name until it is on: Dask considers a plugin registered as soon as its name is known.
 STARTING = "gpurt-starting"
-#: How long a memory query waits for the first report of workers that have just switched on, in seconds.
-FIRST_REPORT_TIMEOUT_S = 2.0
+#: How long a memory query waits for each worker, in seconds; then its last heartbeat has to do.
+MEMORY_TIMEOUT_S = 2.0
 
 
 class GpurtSchedulerPlugin(SchedulerPlugin):
@@ -149,23 +147,17 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.metrics = Metrics()
         self.clients = Clients(self.scheduler, self.metrics)
         self.computations = Computations(self.scheduler, self.began)
-        self.cluster_memory = ClusterMemory()
-        self._memory_reported = asyncio.Event()
-        #: Called with a worker and its transfers.
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
-        self.read_places = ReadPlaces(
-            self.scheduler,
-            self.cluster_memory.has_cached,
-            lambda: self.cluster_memory.has_gpus,
-            lambda name, why: self.metrics.fallback(Fallback.READ_PLACES, why, name),
-        )
         token = uuid.uuid4().hex
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
         silent = SilentWorkers(self.scheduler, self.metrics)
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token, silent)
-        self.shuffles = SchedulerShuffles(
-            self.scheduler, settings, self.metrics, self.workers, self.cluster_memory
+        self.read_places = ReadPlaces(
+            self.scheduler,
+            self.workers.with_gpu,
+            lambda name, why: self.metrics.fallback(Fallback.READ_PLACES, why, name),
         )
+        self.shuffles = SchedulerShuffles(self.scheduler, settings, self.metrics, self.workers)
 
     def _listen(self) -> None:
         handlers = {
@@ -174,7 +166,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             **self.tracing.handlers(),
             GONE_HANDLER: self.gone,
             MEMORY_HANDLER: self.memory,
-            SHARED_MEMORY_HANDLER: self.cluster_memory.shared_memory,
             JOIN_HANDLER: self.workers.join,
             TOKEN_HANDLER: lambda: self.workers.token,
             OWNERS_HANDLER: self.shuffles.recovery.owners,
@@ -182,7 +173,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             SILENT_HANDLER: self.shuffles.abandoning.continues_without,
         }
         operations = {
-            MEMORY_OP: self.memory_changed,
             LOST_KEYS_OP: self.lost,
             READY_OP: self.is_ready,
             LEFT_OP: self.workers.has_left,
@@ -243,11 +233,17 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     # ---- memory ------------------------------------------------------------------------
 
-    def memory_changed(self, worker: str, **message: Any) -> None:
-        """Apply a worker's report of changes in its tiers (stream handler)."""
-        if worker in self.scheduler.workers:
-            self.cluster_memory.apply(worker, message)
-            self._memory_reported.set()
+    def ledgers(self) -> dict[str, LedgerMessage]:
+        """Return the ledger of each worker as of its last heartbeat."""
+        reported = (
+            (each, state.metrics.get(MEMORY_METRIC)) for each, state in self.scheduler.workers.items()
+        )
+        return {worker: ledger for worker, ledger in reported if ledger is not None}
+
+    async def memory(self) -> dict[str, LedgerMessage]:
+        """Return the ledger of each worker at this moment; of those that do not answer, their last one."""
+        replies = await ask_all(self.scheduler, self.workers.ready, MEMORY_HANDLER, MEMORY_TIMEOUT_S)
+        return self.ledgers() | {worker: each for worker, each in replies.items() if isinstance(each, dict)}
 
     def lost(self, worker: str, keys: list[Key]) -> None:
         """Remove a worker's replicas of keys that it can no longer read, and recompute the keys if needed."""
@@ -265,7 +261,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.reports.add(worker)
 
     def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
-        self.cluster_memory.forget(worker)
         self.reports.remove(worker)
         self.workers.remove(worker)
 
@@ -279,20 +274,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
         self.read_places.transition(key, finish, kwargs.get("worker"))
         self.shuffles.transition(key, finish, kwargs.get("worker"), kwargs.get("metadata"))
-
-    async def memory(self, by: str = "tier") -> list[dict[str, Any]]:
-        """Return memory in use, one row per worker and tier, and per prefix with ``by="prefix"``.
-
-        Waits for the first report of workers that have just switched on: their reply to being switched on
-        may overtake it.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_REPORT_TIMEOUT_S):
-                while not self.workers.ready <= set(self.cluster_memory.workers()):
-                    self._memory_reported.clear()
-                    await self._memory_reported.wait()
-        memory = self.cluster_memory
-        return memory.rows_by_prefix() if by == "prefix" else memory.rows()
 
     # ---- metrics -------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Decisions and their figures: ``docs/decisions/reads.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from dask.typing import Key
@@ -35,22 +35,13 @@ class ReadPlaces:
     the read, where that pays though they have to fetch the files. All others are Dask's, also those whose
     places have left or are paused. Until a graph reads such files, Dask's methods are in place.
 
-    ``keeps``: returns whether a worker, by its address, has anything of remote or of local files in its
-    cache.
-    ``keep_local``: returns whether there are workers that keep local files.
+    ``with_gpu``: the addresses of the workers that keep local files, too: those with a GPU.
     ``failed``: called if Dask has to choose; see :class:`Overrides`.
     """
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        keeps: Callable[[str, bool], bool],
-        keep_local: Callable[[], bool],
-        failed: FailureHandler,
-    ):
+    def __init__(self, state: SchedulerState, with_gpu: Collection[str], failed: FailureHandler):
         self._state = state
-        self._keeps = keeps
-        self._keep_local = keep_local
+        self._with_gpu = with_gpu
         self._overrides = Overrides(failed)
         self._is_bound = False
         #: The columns of a row group that workers have read, by their addresses; the latest reads come last.
@@ -93,7 +84,7 @@ class ReadPlaces:
         spec: Any = ts.run_spec
         # It may have inputs, as values to look for or a small table to join, which Dask does not look at.
         is_read = spec is not None and spec.data_producer
-        return pieces_read(spec, local=self._keep_local()) if is_read else []
+        return pieces_read(spec, local=bool(self._with_gpu)) if is_read else []
 
     def _set(self, columns: Sequence[str]) -> int:
         """Return a set of columns as bits of a number."""
@@ -143,7 +134,8 @@ class ReadPlaces:
         place: WorkerState | None = None
         for address, count in known.items():
             ws = workers.get(address)
-            if ws is not None and ws in running and self._keeps(address, is_local):
+            keeps = not is_local or address in self._with_gpu
+            if keeps and ws is not None and ws in running:
                 rank = count, -len(ws.processing) / ws.nthreads
                 if found is None or rank >= found:  # the latest of equals
                     found, place = rank, ws

@@ -37,7 +37,6 @@ from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
 from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension, WorkerState
 from dask_gpurt.frames import library
 from dask_gpurt.frames.registry import LIBRARIES
-from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.protocol import ACCEPTED_OP
 from dask_gpurt.scheduler.balancing import Balancing
@@ -65,14 +64,7 @@ logger = logging.getLogger(__name__)
 class SchedulerShuffles:
     """Run shuffles through the runtime, including those of clients without it."""
 
-    def __init__(
-        self,
-        scheduler: SchedulerServer,
-        settings: Settings,
-        metrics: Metrics,
-        workers: Workers,
-        memory: ClusterMemory,
-    ):
+    def __init__(self, scheduler: SchedulerServer, settings: Settings, metrics: Metrics, workers: Workers):
         self._scheduler = scheduler
         self._extension: ShuffleExtension = scheduler.extensions["shuffle"]
         self._settings = settings
@@ -88,7 +80,7 @@ class SchedulerShuffles:
         self.abandoning = Abandoning(scheduler, workers, runs, self.recovery.rerun)
         self._barrier_ends = BarrierEnds(scheduler)
         self.results = SmallResults(scheduler, workers.ready, metrics)
-        self._balancing = Balancing(scheduler, runs, self.recovery, memory)
+        self._balancing = Balancing(scheduler, runs, self.recovery)
         self._retirement = Retirement(scheduler, self.recovery, metrics)
 
     def _begin_again(self, shuffle_id: ShuffleId, reason: str) -> None:

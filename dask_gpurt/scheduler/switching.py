@@ -117,8 +117,9 @@ class Workers:
         self._on: defaultdict[str, set[str]] = defaultdict(set)
         self._all_left = asyncio.Event()
         self.ready: set[str] = set()
-        #: The kinds of device that workers have.
+        #: The kinds of device that workers have, and the workers that have others than the host's.
         self._devices: dict[str, frozenset[str]] = {}
+        self.with_gpu: set[str] = set()
         self.unreachable: set[str] = set()
 
     def join(self, worker: str, token: str, devices: Collection[str], plugin: str) -> JoinReply:
@@ -139,6 +140,7 @@ class Workers:
     def note_devices(self, worker: str, devices: Collection[str]) -> None:
         """Record a worker's kinds of device."""
         self._devices[worker] = frozenset(devices)
+        (self.with_gpu.add if self._devices[worker] - {"host"} else self.with_gpu.discard)(worker)
 
     def ready_with(self, device: str) -> set[str]:
         """Return the workers that have switched on and have a kind of device."""
@@ -163,6 +165,7 @@ class Workers:
         self.ready.discard(worker)
         self._on.pop(worker, None)
         self._devices.pop(worker, None)
+        self.with_gpu.discard(worker)
         self.silent.remove(worker)
         self._update_all_left()
 

@@ -46,6 +46,8 @@ from dask_gpurt.protocol import (
     EVACUATE_HANDLER,
     JOIN_HANDLER,
     LEFT_OP,
+    MEMORY_HANDLER,
+    MEMORY_METRIC,
     NAME,
     NEW_OWNERS_OP,
     PROGRESS_METRIC,
@@ -205,6 +207,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(self.tracing.uninstall)
         undo.callback(prometheus.register(worker, Server.WORKER, self.metrics, self._readings))
         undo.callback(add_metric(worker, COUNTERS_METRIC, lambda _: {**self._counted(), "token": self.token}))
+        undo.callback(add_metric(worker, MEMORY_METRIC, lambda _: self.tiers.ledger.snapshot()))
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         await self.exchange.offload(self.overlap.prepare)
@@ -234,7 +237,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.programs.install()
         for instrument in INSTRUMENTS:
             instrument(self)
-        self.tiers.report_now()  # a client may query memory next
         self.is_on = True
         call_soon(worker, self._warm_up)
 
@@ -243,6 +245,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         handlers = {
             WORKER_REPORT_HANDLER: self.exchange.until_closed(self.report),
             EVACUATE_HANDLER: self.evacuate,
+            MEMORY_HANDLER: self.tiers.report,
         }
         operations = {NEW_OWNERS_OP: self.renew, ACCEPTED_OP: self.accepted, ASK_STATUS_OP: self.tell_status}
         results = {SEND_RESULTS_OP: self.take_results}

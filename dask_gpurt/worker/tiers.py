@@ -30,7 +30,7 @@ from dask_gpurt.frames.registry import tables_on
 from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
-from dask_gpurt.memory.ledger import CACHED, PARTITIONS, SPILLED_BY_LIBRARY, Ledger, Tier
+from dask_gpurt.memory.ledger import CACHED, PARTITIONS, SPILLED_BY_LIBRARY, Ledger, LedgerMessage, Tier
 from dask_gpurt.memory.peer_copies import COPIES_BYTES, COPIES_OF_LIMIT
 from dask_gpurt.memory.spilling import next_use
 from dask_gpurt.memory.store import TieredBuffer
@@ -38,7 +38,6 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.caches import RangeCache
 from dask_gpurt.reads.columns import ColumnCache
-from dask_gpurt.worker.reports import MemoryReporter
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,6 @@ class WorkerTiers:
         self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
         self.ledger = Ledger(self._capacities())
         self.ledger.shared_memory = self._shared_memory()
-        self.reporter = MemoryReporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
         self.tiered_buffer = WorkerBuffer(
             self.limits,
@@ -158,10 +156,10 @@ class WorkerTiers:
         self._watch_disk.start()
         self.in_background(self._poll_disk)
 
-    def report_now(self) -> None:
-        """Report all tiers and pools immediately. On the event loop."""
+    async def report(self) -> LedgerMessage:
+        """Return the bytes in all tiers and pools at this moment (handler)."""
         self._poll_memory()
-        self.reporter.send()
+        return self.ledger.snapshot()
 
     def guard(self) -> None:
         """Have failed device allocations spill and retry. Blocks."""
@@ -213,7 +211,6 @@ class WorkerTiers:
         self._watch_disk.stop()
         if self._guard is not None:
             self._guard.remove()
-        self.reporter.close()
         await in_thread(self.columns.close)
         await in_thread(self.below.close)
         await in_thread(self.tiered_buffer.close)
@@ -294,14 +291,13 @@ class WorkerTiers:
             self.ledger.set(self._host_tier, CACHED, self.ranges.nbytes + columns)
 
     def _changed(self) -> None:
-        """Report a change of the ledger, and give way to it. From any thread."""
+        """Give way to a change of the ledger. From any thread."""
         if self.device.on_host:
             self.columns.fit()
         self.ranges.fit()
         if self.columns.excess() > 0 and not self._dropping:
             self._dropping = True
             self.in_background(self._drop_columns)
-        self.reporter.changed()
 
     def _drop_columns(self) -> None:
         """Drop columns that there is no room for any more. Freeing memory of a GPU may block."""
@@ -363,7 +359,6 @@ class WorkerTiers:
         allocated = self.device.allocated() if isinstance(self.device, Allocator) else 0
         beyond = allocated - self.tiered_buffer.live_bytes(Tier.DEVICE) - self.columns.nbytes
         self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
-        self.reporter.changed()
         too_much = self.tiered_buffer.reservations.overshoot()
         if not self.settings.memory.tiers:
             # Dask's monitor only spills Dask's own data; shards are in these tiers nevertheless.

@@ -285,12 +285,9 @@ class _SchedulerRuntime(GpurtSchedulerPlugin):
 
     def __init__(self, scheduler: Any, settings: config.Settings):
         self.scheduler, self.settings, self.metrics = scheduler, settings, Metrics()
-        self.read_places = ReadPlaces(
-            scheduler, lambda worker, local: False, lambda: False, lambda name, why: None
-        )
+        self.read_places = ReadPlaces(scheduler, (), lambda name, why: None)
         self.workers = Workers(scheduler, b"", TOKEN, SilentWorkers(scheduler, self.metrics))
-        headroom: Any = None  # only needed for balancing
-        self.shuffles = SchedulerShuffles(scheduler, settings, self.metrics, self.workers, headroom)
+        self.shuffles = SchedulerShuffles(scheduler, settings, self.metrics, self.workers)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self.workers.note_devices(worker, ["host"])

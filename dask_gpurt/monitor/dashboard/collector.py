@@ -11,6 +11,7 @@ from distributed import SchedulerPlugin
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.memory.ledger import rows, shared_memory
 from dask_gpurt.monitor.dashboard.sampler import Sampler
 from dask_gpurt.observe.metrics import shown_tiers
 from dask_gpurt.protocol import PROGRESS_METRIC
@@ -64,11 +65,11 @@ class Collector(SchedulerPlugin):
 
     def sample(self, at: float) -> None:
         """Take a sample, at a time in seconds since the epoch."""
-        workers, memory = self._scheduler.workers, self.runtime.cluster_memory
+        workers, ledgers = self._scheduler.workers, self.runtime.ledgers()
         names = {address: str(ws.name) for address, ws in workers.items()}
         reports = ((address, ws.metrics.get(PROGRESS_METRIC)) for address, ws in workers.items())
         progress = ((address, report) for address, report in reports if report is not None)
-        self.sampler.sample(at, names, shown_tiers(memory.rows(), memory.shared_memory()), progress)
+        self.sampler.sample(at, names, shown_tiers(rows(ledgers), shared_memory(ledgers)), progress)
 
     # ---- events ----------------------------------------------------------------------------
 

@@ -21,7 +21,18 @@ from dask_gpurt.config import ConfigError
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import LiveAccount, Owned, owned
 from dask_gpurt.memory.budget import Claim, gpu_memory, host_memory, share_out
-from dask_gpurt.memory.ledger import OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger, Limits, Tier
+from dask_gpurt.memory.ledger import (
+    OTHERS,
+    PARTITIONS,
+    SHARDS,
+    Label,
+    Ledger,
+    Limits,
+    Tier,
+    room,
+    rows,
+    rows_by_prefix,
+)
 from dask_gpurt.memory.serialize import Frames, NotMovable, from_frames, to_frames
 from dask_gpurt.memory.spilling import EvictionCandidate, choose, order
 from tests.helpers.objects import OBJECTS, same, scattered
@@ -311,60 +322,42 @@ def test_memory_that_its_library_has_moved_is_not_charged_to_its_first_owner() -
 cells = st.tuples(st.sampled_from(list(Tier)), st.sampled_from(["partitions", "shards"]), st.integers(0, 99))
 
 
-@given(st.lists(st.tuples(cells, st.booleans())))
-def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], bool]]) -> None:
-    """Each message replaces the one before, and there is one after each change."""
-    ledger, cluster_memory = Ledger(dict.fromkeys(Tier, 100)), ClusterMemory()
-    assert ledger.changes() is not None
-    for (tier, kind, nbytes), tell in steps:
-        differs = ledger.cell(tier, kind) != nbytes
+@given(st.lists(cells))
+def test_the_picture_is_the_account(steps: list[tuple[Tier, str, int]]) -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    for tier, kind, nbytes in steps:
         ledger.set(tier, kind, nbytes)
-        if tell:
-            message = ledger.changes()
-            assert message is not None or not differs
-            cluster_memory.apply("w", message or ledger.snapshot())
-            assert ledger.changes() is None
-    cluster_memory.apply("w", ledger.snapshot())
-    for row in cluster_memory.rows():
+    known = {"w": ledger.snapshot()}
+    for row in rows(known):
         tier = Tier(row["tier"])
         assert row["partitions"] == ledger.cell(tier, "partitions")
         assert row["headroom"] == ledger.headroom(tier) == 100 - ledger.used(tier)
     live, *lower = map(ledger.headroom, Tier)
-    assert cluster_memory.room("w") == live + sum(max(0, left) for left in lower)
-    cluster_memory.forget("w")
-    assert cluster_memory.rows() == []
-    assert cluster_memory.room("w") is None
+    assert room(known["w"]) == live + sum(max(0, left) for left in lower)
 
 
 steps_of_prefixes = st.lists(
-    st.tuples(st.sampled_from(list(Tier)), st.sampled_from("abcdef"), st.integers(0, 9), st.integers(0, 3))
+    st.tuples(st.sampled_from(list(Tier)), st.sampled_from("abcdef"), st.integers(0, 9))
 )
 
 
 @given(steps_of_prefixes)
-def test_prefixes_in_the_picture(steps: list[tuple[Tier, str, int, int]]) -> None:
+def test_prefixes_in_the_picture(steps: list[tuple[Tier, str, int]]) -> None:
     """The largest prefixes are listed by name, the rest in sum; every byte counts exactly once."""
     with mock.patch.object(ledger_module, "MAX_PREFIXES", 3):
-        ledger, cluster_memory, model = (
-            Ledger(dict.fromkeys(Tier, 100)),
-            ClusterMemory(),
-            Counter[tuple[Tier, str]](),
-        )
-        for tier, prefix, nbytes, tell in steps:
+        ledger, model = Ledger(dict.fromkeys(Tier, 100)), Counter[tuple[Tier, str]]()
+        for tier, prefix, nbytes in steps:
             ledger.add(tier, Label(PARTITIONS, prefix), nbytes - model[tier, prefix])
             model[tier, prefix] = nbytes
-            message = (ledger.changes, ledger.changes, ledger.snapshot, lambda: None)[tell]()
-            if message is not None:
-                cluster_memory.apply("w", message)
-                assert len({name for _, name, _ in message["prefixes"]}) <= 4
-                compare_prefixes(cluster_memory, ledger, model)
-        cluster_memory.apply("w", ledger.snapshot())
-        compare_prefixes(cluster_memory, ledger, model)
+            compare_prefixes(ledger, model)
 
 
-def compare_prefixes(cluster_memory: ClusterMemory, ledger: Ledger, model: Counter[tuple[Tier, str]]) -> None:
-    rows = {(row["tier"], row["prefix"]): row["bytes"] for row in cluster_memory.rows_by_prefix()}
-    assert rows == {(tier, name): n for tier in Tier for name, n in ledger.prefixes(tier).items()}
+def compare_prefixes(ledger: Ledger, model: Counter[tuple[Tier, str]]) -> None:
+    found = rows_by_prefix({"w": ledger.snapshot()})
+    assert len({row["prefix"] for row in found}) <= 4
+    assert {(row["tier"], row["prefix"]): row["bytes"] for row in found} == {
+        (tier, name): n for tier in Tier for name, n in ledger.prefixes(tier).items()
+    }
     for tier in Tier:
         mine = {name: n for (at, name), n in model.items() if at is tier and n}
         shown = ledger.prefixes(tier)
@@ -375,19 +368,14 @@ def compare_prefixes(cluster_memory: ClusterMemory, ledger: Ledger, model: Count
 
 
 def test_objects_other_than_partitions_are_counted_by_kind() -> None:
-    ledger, cluster_memory = Ledger(dict.fromkeys(Tier, 100)), ClusterMemory()
+    ledger = Ledger(dict.fromkeys(Tier, 100))
     ledger.add(Tier.HOST, Label(PARTITIONS, SHARDS), 1)  # a task with this name
     ledger.add(Tier.HOST, Label(SHARDS), 2)
     ledger.add(Tier.DEVICE, Label("reservations"), 3)
     ledger.set(Tier.HOST, "unmanaged", 4)
-    cluster_memory.apply("w", ledger.snapshot())
-    rows = [
-        (row["tier"], row["kind"], row["prefix"], row["bytes"]) for row in cluster_memory.rows_by_prefix()
-    ]
-    assert rows == [
+    found = rows_by_prefix({"w": ledger.snapshot()})
+    assert [(row["tier"], row["kind"], row["prefix"], row["bytes"]) for row in found] == [
         ("device", "reservations", "reservations", 3),
         ("host", PARTITIONS, SHARDS, 1),
         ("host", SHARDS, SHARDS, 2),
     ]
-    cluster_memory.forget("w")
-    assert cluster_memory.rows_by_prefix() == []

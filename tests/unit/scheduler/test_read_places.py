@@ -15,7 +15,6 @@ from dask._task_spec import Task, TaskRef
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 
 from dask_gpurt.dask_hooks.parquet_files import pieces_read
-from dask_gpurt.memory.ledger import CACHED, ClusterMemory, Ledger, Tier
 from dask_gpurt.scheduler.read_places import ReadPlaces
 from tests.helpers.bare_scheduler import BareState
 
@@ -35,32 +34,9 @@ def test_what_is_read_of_local_files_is_known_where_it_is_kept(tmp_path: Path, w
     assert [piece for spec in specs for piece in pieces_read(spec, local=False)] == []
 
 
-def test_workers_with_a_gpu_keep_local_files_and_all_keep_remote_ones() -> None:
-    memory = ClusterMemory()
-    for worker, pool in (("host", 0), ("gpu", None)):
-        ledger = Ledger(dict.fromkeys(Tier, 100))
-        ledger.shared_memory = pool
-        memory.apply(worker, ledger.snapshot())
-        assert not memory.has_cached(worker, local=pool is None)
-        assert memory.has_gpus == (pool is None)
-        ledger.set(Tier.DEVICE, CACHED, 7)
-        message = ledger.changes()
-        assert message is not None
-        memory.apply(worker, message)
-        assert [memory.has_cached(worker, local) for local in (False, True)] == [True, pool is None]
-    memory.forget("gpu")
-    ledger.set(Tier.DEVICE, CACHED, 0)
-    ledger.set(Tier.HOST, CACHED, 7)  # bytes of remote files
-    memory.apply("gpu", ledger.snapshot())
-    assert [memory.has_cached("gpu", local) for local in (False, True)] == [True, False]
-    memory.forget("gpu")
-    assert not memory.has_gpus
-    assert not memory.has_cached("gpu", local=True)
-
-
 def test_reads_go_to_their_files_in_any_order() -> None:
     state = BareState(16)
-    places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
+    places = ReadPlaces(state, list(state.workers), pytest.fail)
     places.bind()
     found = []
     for query in range(3):
@@ -76,7 +52,7 @@ def test_reads_go_to_their_files_in_any_order() -> None:
 
 def test_dask_chooses_by_its_own_methods_until_a_graph_reads_files_that_stay() -> None:
     state = BareState(2)
-    places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
+    places = ReadPlaces(state, list(state.workers), pytest.fail)
     for name, task in {"x": Task("x", tuple), "read": read_of("read", 1)}.items():
         state.new_task(name, task, "released").run_spec = task
         places.on_graph([name, "forgotten"])
@@ -100,7 +76,7 @@ def test_columns_of_several_files_are_known(tmp_path: Path, way: str) -> None:
 
 def test_reads_of_other_groups_of_files_do_not_move_what_is_read_in_these() -> None:
     state = BareState(2)
-    places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
+    places = ReadPlaces(state, list(state.workers), pytest.fail)
     places.bind()
     # By other columns Dask reads more or fewer files at once.
     queries = {"ab": [(0, 1), (2, 3)], "ac": [(0, 1, 2, 3)]}
@@ -118,7 +94,7 @@ def test_reads_of_other_groups_of_files_do_not_move_what_is_read_in_these() -> N
 
 def test_of_workers_with_the_same_columns_the_one_with_fewer_tasks_gets_a_read() -> None:
     state = BareState(3)
-    places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
+    places = ReadPlaces(state, list(state.workers), pytest.fail)
     places.bind()
     one, two, other = state.workers
     for number, (worker, columns) in enumerate([(one, "ab"), (two, "ab"), (other, "b")]):
@@ -130,7 +106,7 @@ def test_of_workers_with_the_same_columns_the_one_with_fewer_tasks_gets_a_read()
 
 def test_reads_that_look_for_values_go_to_their_files() -> None:
     state = BareState(4)
-    places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
+    places = ReadPlaces(state, list(state.workers), pytest.fail)
     places.bind()
     home = list(state.workers)[3]
     read(state, places, "read", home, "ab")
@@ -142,7 +118,7 @@ def test_reads_that_look_for_values_go_to_their_files() -> None:
 
 def test_what_steals_a_read_has_to_read_its_files_first() -> None:
     state = BareState(3)
-    places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
+    places = ReadPlaces(state, list(state.workers), pytest.fail)
     read(state, places, "unnoticed", list(state.workers)[1], "a")
     places.bind()
     home = next(iter(state.workers))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.ledger import ClusterMemory, Ledger, Tier
+from dask_gpurt.memory.ledger import Ledger, Tier, rows, shared_memory
 from dask_gpurt.monitor.dashboard.sampler import (
     ALL,
     SPILLED,
@@ -26,15 +26,13 @@ class Cluster:
     """Fake a cluster by its ledgers and reports."""
 
     def __init__(self, workers: int):
-        self.memory = ClusterMemory()
         self.ledgers = {f"tcp://{i}": Ledger(dict.fromkeys(Tier, 100)) for i in range(workers)}
         self.moved: dict[str, list[tuple[str, str, int]]] = {}
         self.runs: dict[str, list[Any]] = {}
 
     def view(self) -> tuple[Any, Any, Any]:
         """Return names, tiers and progress, as a sample has them."""
-        for address, ledger in self.ledgers.items():
-            self.memory.apply(address, ledger.snapshot())
+        known = {address: ledger.snapshot() for address, ledger in self.ledgers.items()}
         progress = [
             (
                 address,
@@ -43,11 +41,10 @@ class Cluster:
             for address in self.ledgers
         ]
         names = {address: address.removeprefix("tcp://") for address in self.ledgers}
-        return names, shown_tiers(self.memory.rows(), self.memory.shared_memory()), progress
+        return names, shown_tiers(rows(known), shared_memory(known)), progress
 
     def kill(self, address: str) -> None:
         del self.ledgers[address]
-        self.memory.forget(address)
 
 
 def test_a_worker_that_leaves_is_forgotten_except_in_sums() -> None:
