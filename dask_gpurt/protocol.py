@@ -84,8 +84,7 @@ SEALED_OP = "gpurt-sealed"
 STATUS_OP = "gpurt-status"
 #: ``keys``: results of `SEND_RESULTS_OP` that have arrived.
 CONFIRM_RESULTS_OP = "gpurt-results-confirmed"
-#: Counters of a worker; its ledger; and how far its runs are, what it moved between tiers, and what it got
-#: from peers.
+#: Counters of a worker; its ledger; and how far its runs are, and what it moved between tiers.
 COUNTERS_METRIC = "gpurt_counters"
 MEMORY_METRIC = "gpurt_memory"
 PROGRESS_METRIC = "gpurt_progress"

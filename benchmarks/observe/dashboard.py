@@ -26,7 +26,6 @@ from distributed.protocol.core import dumps, loads
 
 from benchmarks.common.commandline import write
 from benchmarks.common.environment import environment
-from dask_gpurt.exchange.paths import MAX_PEERS
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, Label, Ledger, Tier
 from dask_gpurt.monitor.dashboard.collector import MAX_SHARE, SAMPLE_INTERVAL_S, Collector
 from dask_gpurt.monitor.dashboard.page import INTERVAL_S, drawn
@@ -97,7 +96,6 @@ class Reports:
         return {
             "runs": [[f"{number:032}", number, figures] for number in latest],
             "moved": [["device", "pinned", n << 30], ["pinned", "device", n << 29]],
-            "traffic": [[peer, "cuda-ipc", n << 20, 0.001] for peer in [*self._states][:MAX_PEERS]],
         }
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from distributed.protocol.serialize import to_serialize
-from distributed.utils import nbytes as size_of
 
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.device import Block, Device, DirectComms
@@ -24,7 +23,7 @@ from dask_gpurt.device.base import direct_comms
 from dask_gpurt.device.libraries import is_device_buffer
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
-from dask_gpurt.exchange.paths import COMMS, Endpoint
+from dask_gpurt.exchange.paths import Endpoint
 from dask_gpurt.exchange.shard import ExchangeClosed, PeerLost
 from dask_gpurt.memory.waits import WaitLine
 from dask_gpurt.protocol import FETCH_HANDLER
@@ -51,7 +50,6 @@ class Comms:
         """
         shard = incoming.shard
         producer = shard.producer
-        start = perf_counter()
         reply: dict[str, Any] | None = await self._end.calls.call(
             producer.address,
             FETCH_HANDLER,
@@ -66,10 +64,7 @@ class Comms:
             raise PeerLost(f"the runtime was switched off at worker {producer.address}")
         if reply["data"] is None:
             raise PeerLost(f"worker {producer.address} no longer has shard {shard.id}")
-        data = [received(section) for section in reply["data"]]
-        seconds = perf_counter() - start - reply["seconds"]  # without the time in which the peer copied
-        self._end.traffic.note(producer.address, COMMS, sum(map(size_of, data)), seconds)
-        return data
+        return [received(section) for section in reply["data"]]
 
     def own(self, sections: list[Any]) -> list[Any]:
         """Return fetched sections in memory of their own. Blocks.
@@ -91,9 +86,8 @@ class Comms:
         If possible, the block in the pool is sent without a copy, since it is not reused before the peer has
         released it.
 
-        Returns, under "data", the sections, None if there are none any more; and the "seconds" it took.
+        Returns, under "data", the sections, None if there are none any more.
         """
-        start = perf_counter()
         if to != self._end.me.incarnation:
             self._end.metrics.add("exchange.messages.stale")
             return {"data": None}
@@ -104,7 +98,7 @@ class Comms:
         data = await self._end.offload(self._sendable, self._end.pools.device(kind), blocks)
         if outbox.view(shard, share) is None:  # released meanwhile, or its run has ended
             return {"data": None}
-        return {"data": [to_serialize(section) for section in data], "seconds": perf_counter() - start}
+        return {"data": [to_serialize(section) for section in data]}
 
     def _sendable(self, device: Device, blocks: Sequence[Block]) -> list[Any]:
         if (direct := self._direct(device)) is not None:
@@ -193,12 +187,9 @@ class Puller:
             recording.waited("fetch", began, bytes=shard.nbytes, producer=shard.producer.address)
 
     def _pull_mapped(self, incoming: IncomingShard) -> None:
-        shard = incoming.shard
-        address = shard.producer.address
-        copy = self._end.traffic.timed(address, incoming.path.name, incoming.device.land, shard.nbytes)
         try:
             with self._recorded(incoming):
-                self._land(incoming, incoming.sources(), copy)
+                self._land(incoming, incoming.sources(), incoming.device.land)
         finally:
             drop_pages([incoming])
         self._end.metrics.add("exchange.pulled.bytes", incoming.shard.nbytes)

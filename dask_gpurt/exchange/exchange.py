@@ -25,7 +25,7 @@ from dask_gpurt.exchange.calls import Calls, is_exiting, off_on
 from dask_gpurt.exchange.comms import Comms, Puller
 from dask_gpurt.exchange.incoming import IncomingShard, Landing, ShardState
 from dask_gpurt.exchange.outgoing import HostRoom, PoolHooks
-from dask_gpurt.exchange.paths import IN_PLACE, Endpoint, Path, Peers, Traffic, peer_class
+from dask_gpurt.exchange.paths import Endpoint, Path, Peers, peer_class
 from dask_gpurt.exchange.pools import ActiveRuns, Pools, PoolUsers
 from dask_gpurt.exchange.requests import PeerRequests
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
@@ -75,10 +75,9 @@ class Exchange:
         self.pools = pools
         self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
         self.landing = Landing(tiered_buffer, pools.main, metrics)
-        self.traffic = Traffic()
         self.recent_runs = RecentRuns()
         self.calls = Calls(worker, metrics)
-        endpoint = Endpoint(self.me, worker, pools, self.traffic, self.calls, metrics, self.offload)
+        endpoint = Endpoint(self.me, worker, pools, self.calls, metrics, self.offload)
         self.peers = Peers(endpoint, settings.exchange.paths, self._close_soon)
         self.comms = Comms(endpoint)
         self.executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="gpurt-comm")
@@ -205,8 +204,6 @@ class Exchange:
         )
         if pressed or not path.in_place:
             self.puller.pull_soon(incoming)
-        else:
-            self.traffic.note(shard.producer.address, IN_PLACE, shard.nbytes, 0.0)
         return incoming
 
     def refuse(self, shard: Shard) -> None:
@@ -267,8 +264,7 @@ class Exchange:
         self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
         for incoming in sorted(tuple(self._incoming[peer]), key=lambda incoming: incoming.shard.id):
-            if self.puller.pull_soon(incoming):  # it was counted as read in place
-                self.traffic.note(peer.address, IN_PLACE, -incoming.shard.nbytes, 0.0)
+            self.puller.pull_soon(incoming)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
         """Handle the end of a producer's part of a run.
@@ -337,7 +333,6 @@ class Exchange:
     def on_worker_removed(self, address: str) -> None:
         """Forget a worker that has left the cluster; a new one at the same address is unrelated to it."""
         self.peers.forget(address)
-        self.traffic.forget(address)
         self.calls.on_worker_removed(address)
         for peer in [peer for peer in self._asked if peer.address == address]:
             del self._asked[peer]

@@ -1,4 +1,4 @@
-"""Find the path from each peer's pools to this worker, keep mapped pools open, and total what is transferred.
+"""Find the path from each peer's pools to this worker, and keep mapped pools open.
 
 Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from heapq import nlargest
-from time import perf_counter
 from typing import Any
 
 from dask_gpurt._version import __version__
@@ -138,14 +136,6 @@ class HeldMapping:
         self.retire()
 
 
-# ---- what is transferred over them -------------------------------------------------------------------
-
-#: The most pairs of a peer and a path in one report: those with the most bytes.
-MAX_PEERS = 64
-#: Pseudo-path of shards that are read in place, which takes no copy and counts no time.
-IN_PLACE = "in-place"
-
-
 class PeerClass(StrEnum):
     """Classify peers by distance: the label ``peer`` of metrics."""
 
@@ -166,46 +156,6 @@ def peer_class(me: str, peer: str) -> PeerClass:
     return PeerClass.SAME_HOST if _without_port(peer) == _without_port(me) else PeerClass.OTHER_HOST
 
 
-class Traffic:
-    """Total transfers by peer and path. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        #: Bytes and seconds by peer and path.
-        self._totals: dict[tuple[str, str], tuple[int, float]] = {}
-
-    def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
-        """Add a completed transfer."""
-        with self._lock:
-            before, took = self._totals.get((peer, path), (0, 0.0))
-            self._totals[peer, path] = before + nbytes, took + seconds
-
-    def forget(self, peer: str) -> None:
-        """Forget a worker that has left; a new one at the same address is another."""
-        with self._lock:
-            for pair in [pair for pair in self._totals if pair[0] == peer]:
-                del self._totals[pair]
-
-    def timed(
-        self, peer: str, path: str, copy: Callable[[Sequence[Any]], list[Any]], nbytes: int
-    ) -> Callable[[Sequence[Any]], list[Any]]:
-        """Wrap ``copy`` to add each successful call."""
-
-        def timed(sources: Sequence[Any]) -> list[Any]:
-            start = perf_counter()
-            copied = copy(sources)
-            self.note(peer, path, nbytes, perf_counter() - start)
-            return copied
-
-        return timed
-
-    def largest(self) -> list[tuple[str, str, int, float]]:
-        """Return peer, path, bytes and seconds so far of the pairs with the most bytes."""
-        with self._lock:
-            totals = [(*end, *total) for end, total in self._totals.items()]
-        return nlargest(MAX_PEERS, totals, key=lambda total: total[2])
-
-
 # ---- the paths to all peers --------------------------------------------------------------------------
 
 
@@ -216,7 +166,6 @@ class Endpoint:
     me: Peer
     worker: WorkerServer
     pools: Pools
-    traffic: Traffic
     calls: Calls
     metrics: Metrics
     offload: Callable[..., Awaitable[Any]]

@@ -211,7 +211,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         await self.exchange.offload(self.overlap.prepare)
-        progress = Progress(self.exchange.recent_runs, self.exchange.traffic, self.metrics)
+        progress = Progress(self.exchange.recent_runs, self.metrics)
         undo.callback(add_metric(worker, PROGRESS_METRIC, progress))
         # Parts that wrap the same method are installed in the order of Layer: the last one is called first.
         for part in (self.overlap, self.run_lookup):

@@ -1,4 +1,4 @@
-"""Report a worker to the scheduler with each heartbeat: the progress of its runs, and its transfers.
+"""Report a worker to the scheduler with each heartbeat: the progress of its runs, and moves between tiers.
 
 Decisions and their figures: ``docs/decisions/scheduler.md``.
 """
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.exchange.paths import COMMS, Traffic
 from dask_gpurt.memory.ledger import KINDS, Ledger
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.progress import RecentRuns
@@ -43,28 +42,15 @@ def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:
 
 
 class Progress:
-    """Tell heartbeats the progress of the latest runs, the bytes moved between tiers, and the transfers."""
+    """Tell heartbeats the progress of the latest runs, and the bytes moved between tiers."""
 
-    def __init__(self, runs: RecentRuns, traffic: Traffic, metrics: Metrics):
+    def __init__(self, runs: RecentRuns, metrics: Metrics):
         self._runs = runs
-        self._traffic = traffic
         self._metrics = metrics
-        self._looked = 0.0
 
     def __call__(self, worker: WorkerServer) -> dict[str, Any]:
-        self._note_dasks_own(worker)
         moves = self._metrics.total("memory.spill.bytes.{from}.{to}")
         return {
             "runs": self._runs.snapshot(),
             "moved": [[source, target, nbytes] for (source, target), nbytes in moves.items()],
-            "traffic": self._traffic.largest(),
         }
-
-    def _note_dasks_own(self, worker: WorkerServer) -> None:
-        """Add the dependencies that Dask has fetched since the last call, from its log."""
-        since = self._looked
-        for entry in reversed(worker.transfer_incoming_log):
-            if entry["stop"] <= since:
-                break
-            self._looked = max(self._looked, entry["stop"])
-            self._traffic.note(entry["who"], COMMS, entry["total"], entry["duration"])

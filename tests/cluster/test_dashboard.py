@@ -70,7 +70,6 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         lengths = client.compute(shuffled.map_partitions(len, meta=(None, "int")))
         largest = max(await lengths)
         assert row["skew"] == pytest.approx(largest / 2000)
-        await until(lambda: bool(drawn(now)["traffic"]["flows"]))
         shown = drawn(now)
         assert [query["state"] for query in shown["queries"]] == ["done", "done"]
         assert [shuffle["label"] for shuffle in shown["shuffles"]] == [row["label"]]
@@ -78,7 +77,6 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         assert re.fullmatch(r"shuffle by key \(.*test_dashboard.py:\d+\)", row["label"])
         assert list(shown["memory"]["series"]) == ["memory", "shared memory", "disk"]
         assert {name for name, _ in shown["workers"]["rows"]} == {str(a.name), str(b.name)}
-        assert sum(flow["bytes"] for _, _, flow in shown["traffic"]["flows"]) > 0
 
     run()
 

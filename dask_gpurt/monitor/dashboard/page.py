@@ -11,11 +11,9 @@ import html
 import json
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,10 +30,9 @@ from dask_gpurt.observe.metrics import SHOWN
 #: The path of the page, and those of its parts alone, which Dask's JupyterLab extension lists.
 PAGE = "gpurt"
 PARTS = tuple(
-    f"/individual-gpurt-{name}"
-    for name in ("state", "queries", "shuffles", "memory", "spilling", "workers", "traffic")
+    f"/individual-gpurt-{name}" for name in ("state", "queries", "shuffles", "memory", "spilling", "workers")
 )
-#: The most rows of a table, and the most workers with a row each: the fullest ones, or all in the matrix.
+#: The most rows of a table, and the most workers with a row each: the fullest ones.
 MAX_ROWS, MAX_WORKERS = 50, 32
 #: The least seconds between two replies, and the most of a core that making them may take.
 INTERVAL_S, MAX_SHARE = 1.0, 0.01
@@ -51,15 +48,13 @@ def drawn(collector: Collector, worker: str = ALL) -> dict[str, Any]:
 
     ``worker``: the address of the worker whose tiers are drawn over time.
     """
-    named = labels(collector.sampler.workers)
     return {
         "at": time.time(),
         "state": _state(collector),
         "queries": collector.runtime.computations.rows(MAX_ROWS)[::-1],
         "shuffles": collector.sampler.shuffles.rows(time.time(), MAX_ROWS),
         **_over_time(collector, worker),
-        "workers": _workers(collector, named),
-        "traffic": _traffic(collector.sampler.workers, named),
+        "workers": _workers(collector),
     }
 
 
@@ -114,12 +109,13 @@ def _whole(values: list[float]) -> list[int | None]:
     return [None if math.isnan(value) else int(value) for value in values]
 
 
-def _workers(collector: Collector, named: Mapping[str, str]) -> dict[str, Any]:
+def _workers(collector: Collector) -> dict[str, Any]:
     """Return how full the tiers of the fullest workers are, and the names of all."""
     workers = collector.sampler.workers
+    named = labels(workers)
     fullest = sorted(workers, key=lambda address: -_fullness(workers[address]))[:MAX_WORKERS]
     return {
-        "named": dict(named),
+        "named": named,
         "rows": [[named[address], workers[address].levels] for address in fullest],
     }
 
@@ -127,51 +123,6 @@ def _workers(collector: Collector, named: Mapping[str, str]) -> dict[str, Any]:
 def _fullness(worker: WorkerSample) -> float:
     """Return the fraction used of a worker's fullest tier."""
     return max((level.used / max(1, level.capacity) for level in worker.levels.values()), default=0.0)
-
-
-@dataclass
-class Flow:
-    """Sum the transfers from one worker or host to another.
-
-    ``copied``, ``seconds``: bytes copied, and the seconds that took; shards read in place are not included.
-    """
-
-    by_path: Counter[str] = field(default_factory=Counter)
-    copied: int = 0
-    seconds: float = 0.0
-
-    def add(self, path: str, nbytes: int, seconds: float) -> None:
-        """Add completed transfers."""
-        self.by_path[path] += nbytes
-        if seconds > 0:
-            self.copied += nbytes
-            self.seconds += seconds
-
-    def plain(self) -> dict[str, Any]:
-        """Return the bytes, and the mean rate of copies in bytes per second."""
-        rate = self.copied / self.seconds if self.seconds > 0 else None
-        return {"bytes": self.by_path.total(), "paths": self.by_path, "copied": rate}
-
-
-def _traffic(workers: Mapping[str, WorkerSample], named: Mapping[str, str]) -> dict[str, Any]:
-    """Return the bytes from each worker to each other, or between hosts if there are too many workers."""
-    ends = named if len(named) <= MAX_WORKERS else _hosts(named)
-    flows: defaultdict[tuple[str, str], Flow] = defaultdict(Flow)
-    for address, worker in workers.items():
-        for peer, path, nbytes, seconds in worker.traffic:
-            if peer in ends:  # it has not left
-                flows[ends[peer], ends[address]].add(path, nbytes, seconds)
-    return {
-        "ends": list({end: None for pair in flows for end in pair}),
-        "flows": [(*pair, flow.plain()) for pair, flow in flows.items()],
-    }
-
-
-def _hosts(addresses: Iterable[str]) -> dict[str, str]:
-    """Return the host of each address, "(others)" for all but the first ones."""
-    hosts = {address: address.rpartition(":")[0] for address in addresses}
-    shown = set(islice(dict.fromkeys(hosts.values()), MAX_WORKERS))
-    return {address: host if host in shown else "(others)" for address, host in hosts.items()}
 
 
 def labels(workers: Mapping[str, WorkerSample]) -> dict[str, str]:

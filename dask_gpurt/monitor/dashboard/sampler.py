@@ -1,4 +1,4 @@
-"""Sample the state of a cluster, and keep a bounded history of it: tiers, moves, shuffles, transfers.
+"""Sample the state of a cluster, and keep a bounded history of it: tiers, moves, shuffles.
 
 Independent of bokeh.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -41,13 +41,11 @@ class WorkerSample:
 
     ``levels``: levels by display name of the tier, without tiers that the worker does not have.
     ``moved``: total bytes spilled and unspilled, by direction.
-    ``traffic``: peer, path, bytes and seconds of what it got from peers so far.
     """
 
     name: str
     levels: dict[str, Level] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
-    traffic: Sequence[tuple[str, str, int, float]] = ()
 
 
 class Sampler:
@@ -116,7 +114,6 @@ class Sampler:
             if (worker := self.workers.get(address)) is None:
                 continue
             self.shuffles.reported(address, report["runs"])
-            worker.traffic = report["traffic"]
             before, worker.moved = worker.moved, _by_direction(report["moved"])
             for direction, nbytes in worker.moved.items():
                 since = max(0.0, nbytes - before.get(direction, 0.0))

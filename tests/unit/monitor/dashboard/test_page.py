@@ -76,42 +76,6 @@ def test_workers_of_one_name_are_told_apart() -> None:
     assert list(drawing(Collected(*crew))["workers"]["named"].values()) == ["a 0", "a 1", "b"]
 
 
-# ---- traffic -------------------------------------------------------------------------------
-
-
-def test_traffic_has_the_bytes_by_path_and_the_rate_of_copies() -> None:
-    seen = [
-        ("tcp://0", "comms", 30, 0.5),
-        ("tcp://0", "in-place", 12, 0.0),
-        ("tcp://gone", "comms", 7, 0.1),
-    ]
-    found = drawing(Collected(WorkerSample("a"), WorkerSample("b", traffic=seen)))["traffic"]
-    ((source, target, flow),) = found["flows"]
-    assert (source, target) == ("a", "b")
-    assert flow == {"bytes": 42, "paths": {"comms": 30, "in-place": 12}, "copied": 60.0}
-    assert found["ends"] == ["a", "b"]
-
-
-def test_of_many_workers_the_hosts_have_traffic() -> None:
-    collected = Collected()
-    for number in range(MAX_WORKERS + 1):
-        sample = WorkerSample(f"{number}", traffic=[("tcp://10.0.0.0:1", "comms", 1, 0.1)])
-        collected.sampler.workers[f"tcp://10.0.0.{number % 2}:{number + 1}"] = sample
-    found = drawing(collected)["traffic"]
-    assert found["ends"] == ["tcp://10.0.0.0", "tcp://10.0.0.1"]
-    assert [flow["bytes"] for _, _, flow in found["flows"]] == [17, 16]
-
-
-def test_of_many_hosts_some_are_named() -> None:
-    collected = Collected()
-    for number in range(MAX_WORKERS + 2):
-        sample = WorkerSample(f"{number}", traffic=[("tcp://0:1", "comms", 1, 0.1)])
-        collected.sampler.workers[f"tcp://{number}:1"] = sample
-    found = drawing(collected)["traffic"]
-    assert len(found["ends"]) == MAX_WORKERS + 1
-    assert found["flows"][-1] == ["tcp://0", "(others)", {"bytes": 2, "paths": {"comms": 2}, "copied": 10.0}]
-
-
 # ---- replies -------------------------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ class Cluster:
         progress = [
             (
                 address,
-                {"runs": self.runs.get(address, []), "moved": self.moved.get(address, []), "traffic": []},
+                {"runs": self.runs.get(address, []), "moved": self.moved.get(address, [])},
             )
             for address in self.ledgers
         ]
