@@ -54,7 +54,7 @@ class Picture(NamedTuple):
 
 
 PICTURES: Mapping[str, Picture] = {
-    "dashboard-page": Picture("/gpurt", 1400, 830),
+    "dashboard-page": Picture("/gpurt", 1400, 690),
     "dashboard-phone": Picture("/gpurt", 390, 1150, "dark"),
     "dashboard-memory": Picture("/individual-gpurt-memory", 1000, 240),
 }
