@@ -84,10 +84,9 @@ SEALED_OP = "gpurt-sealed"
 STATUS_OP = "gpurt-status"
 #: ``keys``: results of `SEND_RESULTS_OP` that have arrived.
 CONFIRM_RESULTS_OP = "gpurt-results-confirmed"
-#: Counters of a worker; its ledger; and how far its runs are, and what it moved between tiers.
-COUNTERS_METRIC = "gpurt_counters"
-MEMORY_METRIC = "gpurt_memory"
-PROGRESS_METRIC = "gpurt_progress"
+#: Of a worker: the ``token`` of its plugin, ``counters`` and ``fallbacks``, its ledger as ``memory``, and how
+#: far its latest ``runs`` are.
+HEARTBEAT_METRIC = "gpurt"
 
 # From the scheduler to workers.
 

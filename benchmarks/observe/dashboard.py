@@ -34,7 +34,7 @@ from dask_gpurt.monitor.dashboard.sampler import MAX_POINTS
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.observe.metrics import METRICS, combine
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
-from dask_gpurt.protocol import MEMORY_METRIC, PROGRESS_METRIC
+from dask_gpurt.protocol import HEARTBEAT_METRIC
 
 PER_HOST, CAPACITY, PREFIXES = 8, 80 << 30, 20
 #: The counters of a worker.
@@ -59,7 +59,7 @@ class Reports:
         self._states = {address: SimpleNamespace(name=n, metrics={}) for n, address in enumerate(addresses)}
         self._round = 0
         self.runtime: Any = SimpleNamespace(
-            ledgers=lambda: {each: state.metrics[MEMORY_METRIC] for each, state in self._states.items()},
+            beats=lambda: {each: state.metrics[HEARTBEAT_METRIC] for each, state in self._states.items()},
             scheduler=SimpleNamespace(workers=self._states, tasks={}),
             clients=SimpleNamespace(planned=lambda: 1, unplanned=[]),
             computations=SimpleNamespace(rows=lambda most: [], purpose=lambda outputs, label: label),
@@ -85,8 +85,8 @@ class Reports:
                 ledger.set(tier, SHARDS, int(self._rng.integers(CAPACITY // 2)))
                 for prefix in range(PREFIXES):
                     ledger.add(tier, Label(PARTITIONS, f"prefix-{prefix}"), 1)
-            self._states[address].metrics[MEMORY_METRIC] = ledger.snapshot()
-            self._states[address].metrics[PROGRESS_METRIC] = self.progress(number)
+            beat = {**self.progress(number), "memory": ledger.snapshot()}
+            self._states[address].metrics[HEARTBEAT_METRIC] = beat
 
     def progress(self, worker: int) -> Mapping[str, Any]:
         """Return a worker's report on its runs."""
@@ -95,7 +95,10 @@ class Reports:
         latest = range(MAX_SHUFFLES - MAX_RUNS, MAX_SHUFFLES)
         return {
             "runs": [[f"{number:032}", number, figures] for number in latest],
-            "moved": [["device", "pinned", n << 30], ["pinned", "device", n << 29]],
+            "counters": {
+                "memory.spill.bytes.device.pinned": n << 30,
+                "memory.spill.bytes.pinned.device": n << 29,
+            },
         }
 
 

@@ -18,7 +18,7 @@ from dask.typing import Key
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, ShuffleRunSpec, barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import room
-from dask_gpurt.protocol import MEMORY_METRIC
+from dask_gpurt.protocol import HEARTBEAT_METRIC
 from dask_gpurt.scheduler.recovery import Recovery
 from dask_gpurt.scheduler.runs import ActiveRuns, sharing_outputs
 from dask_gpurt.shuffle.balance import Moves, OwnerCapacity, RunSizes, balanced
@@ -129,8 +129,8 @@ class Balancing:
     def _room(self, worker: str, held: float) -> float:
         """Return the bytes that a worker can take in addition to the outputs that it owns already."""
         state = self._scheduler.workers[worker]
-        if (ledger := state.metrics.get(MEMORY_METRIC)) is not None:
-            free: float = room(ledger)
+        if (beat := state.metrics.get(HEARTBEAT_METRIC)) is not None:
+            free: float = room(beat["memory"])
         else:  # no heartbeat has brought one yet
             free = state.memory_limit - state.nbytes if state.memory_limit else math.inf
         return max(0.0, free - held)

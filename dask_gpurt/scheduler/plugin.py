@@ -28,12 +28,12 @@ from dask_gpurt.protocol import (
     CLUSTER_REPORT_HANDLER,
     CONFIRM_RESULTS_OP,
     GONE_HANDLER,
+    HEARTBEAT_METRIC,
     HOST_ROOM_HANDLER,
     JOIN_HANDLER,
     LEFT_OP,
     LOST_KEYS_OP,
     MEMORY_HANDLER,
-    MEMORY_METRIC,
     NAME,
     OWNERS_HANDLER,
     PLANS_TOPIC,
@@ -233,17 +233,17 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     # ---- memory ------------------------------------------------------------------------
 
-    def ledgers(self) -> dict[str, LedgerMessage]:
-        """Return the ledger of each worker as of its last heartbeat."""
-        reported = (
-            (each, state.metrics.get(MEMORY_METRIC)) for each, state in self.scheduler.workers.items()
-        )
-        return {worker: ledger for worker, ledger in reported if ledger is not None}
+    def beats(self) -> dict[str, Mapping[str, Any]]:
+        """Return what the last heartbeat of each worker has told."""
+        workers = self.scheduler.workers.items()
+        told = ((worker, state.metrics.get(HEARTBEAT_METRIC)) for worker, state in workers)
+        return {worker: beat for worker, beat in told if beat is not None}
 
     async def memory(self) -> dict[str, LedgerMessage]:
         """Return the ledger of each worker at this moment; of those that do not answer, their last one."""
         replies = await ask_all(self.scheduler, self.workers.ready, MEMORY_HANDLER, MEMORY_TIMEOUT_S)
-        return self.ledgers() | {worker: each for worker, each in replies.items() if isinstance(each, dict)}
+        known = {worker: beat["memory"] for worker, beat in self.beats().items()}
+        return known | {worker: each for worker, each in replies.items() if isinstance(each, dict)}
 
     def lost(self, worker: str, keys: list[Key]) -> None:
         """Remove a worker's replicas of keys that it can no longer read, and recompute the keys if needed."""

@@ -19,9 +19,9 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.protocol import (
     BEGIN_TRACES_HANDLER,
-    COUNTERS_METRIC,
     END_TRACE_HANDLER,
     END_TRACES_HANDLER,
+    HEARTBEAT_METRIC,
     TAKE_EVENTS_HANDLER,
     TAKE_TRACES_HANDLER,
     WORKER_REPORT_HANDLER,
@@ -85,7 +85,7 @@ class ClusterReports:
 
     def _heard(self, worker: str) -> Snapshot:
         """Return the counters of a worker from its last heartbeat and answer; empty if there were none."""
-        beat = self._states[worker].metrics.get(COUNTERS_METRIC) or {}
+        beat = self._states[worker].metrics.get(HEARTBEAT_METRIC) or {}
         heard = [beat] if beat.get("token") == self._token else []
         if worker in self._answers:
             heard.append(self._answers[worker][1])

@@ -35,6 +35,7 @@ from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
 from dask_gpurt.memory.budget import most_in_flight
+from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.memory.peer_copies import PeerCopies
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
@@ -42,15 +43,13 @@ from dask_gpurt.protocol import (
     ACCEPTED_OP,
     ASK_STATUS_OP,
     CONFIRM_RESULTS_OP,
-    COUNTERS_METRIC,
     EVACUATE_HANDLER,
+    HEARTBEAT_METRIC,
     JOIN_HANDLER,
     LEFT_OP,
     MEMORY_HANDLER,
-    MEMORY_METRIC,
     NAME,
     NEW_OWNERS_OP,
-    PROGRESS_METRIC,
     READY_OP,
     REFUSED_OP,
     SEND_RESULTS_OP,
@@ -68,7 +67,6 @@ from dask_gpurt.worker.kept_reads import KeptColumns, KeptRanges
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.programs import WorkerPrograms
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
-from dask_gpurt.worker.reports import Progress, add_metric, amounts
 from dask_gpurt.worker.tasks import RunLookup
 from dask_gpurt.worker.tiers import WorkerTiers
 from dask_gpurt.worker.tracing import WorkerTracing
@@ -206,13 +204,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.tracing.install()
         undo.callback(self.tracing.uninstall)
         undo.callback(prometheus.register(worker, Server.WORKER, self.metrics, self._readings))
-        undo.callback(add_metric(worker, COUNTERS_METRIC, lambda _: {**self._counted(), "token": self.token}))
-        undo.callback(add_metric(worker, MEMORY_METRIC, lambda _: self.tiers.ledger.snapshot()))
+        undo.callback(self._stop_beats)
+        # A copy, as in the undo: a heartbeat may be iterating over the old dict.
+        worker.metrics = {**worker.metrics, HEARTBEAT_METRIC: self._beat}
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         await self.exchange.offload(self.overlap.prepare)
-        progress = Progress(self.exchange.recent_runs, self.metrics)
-        undo.callback(add_metric(worker, PROGRESS_METRIC, progress))
         # Parts that wrap the same method are installed in the order of Layer: the last one is called first.
         for part in (self.overlap, self.run_lookup):
             undo.callback(part.uninstall)
@@ -416,11 +413,27 @@ class GpurtWorkerPlugin(WorkerPlugin):
             elif start in EXECUTED:
                 self.tracing.task_ended(key)
 
+    def _beat(self, worker: WorkerServer) -> dict[str, Any]:
+        """Return what each heartbeat tells the scheduler."""
+        memory, runs = self.tiers.ledger.snapshot(), self.exchange.recent_runs.snapshot()
+        return {**self._counted(), "token": self.token, "memory": memory, "runs": runs}
+
+    def _stop_beats(self) -> None:
+        metrics = self.worker.metrics
+        if metrics.get(HEARTBEAT_METRIC) == self._beat:  # and not that of a later plugin
+            self.worker.metrics = {name: metrics[name] for name in metrics if name != HEARTBEAT_METRIC}
+
     def _readings(self) -> list[prometheus.Reading]:
+        ledger = self.tiers.ledger
         return [
             *(
-                ("memory.held.{tier}.{kind}", (tier, kind), nbytes)
-                for tier, kind, nbytes in amounts(self.tiers.ledger)
+                ("memory.held.{tier}.{kind}", (str(tier), kind), ledger.cell(tier, kind))
+                for tier in ledger.capacity
+                for kind in KINDS
+            ),
+            *(
+                ("memory.held.{tier}.{kind}", (str(tier), "capacity"), nbytes)
+                for tier, nbytes in ledger.capacity.items()
             ),
             *(
                 ("residency.{outcome}", (name.removeprefix("residency."),), launches)

@@ -17,7 +17,7 @@ from distributed import Client, default_client
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.observe import Fallback
-from dask_gpurt.protocol import COUNTERS_METRIC
+from dask_gpurt.protocol import HEARTBEAT_METRIC
 from tests.helpers.clusters import cluster
 from tests.helpers.waiting import until
 
@@ -34,7 +34,7 @@ def last_heartbeat(client: Client, address: str) -> dict[str, Any]:
     """Return the counters and fallbacks in a worker's last heartbeat."""
 
     def read(dask_scheduler) -> dict[str, Any]:  # type: ignore[no-untyped-def]
-        return dask_scheduler.workers[address].metrics.get(COUNTERS_METRIC, {})  # type: ignore[no-any-return]
+        return dask_scheduler.workers[address].metrics.get(HEARTBEAT_METRIC, {})  # type: ignore[no-any-return]
 
     found: dict[str, Any] = client.run_on_scheduler(read)
     return found

@@ -14,7 +14,6 @@ from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import rows, shared_memory
 from dask_gpurt.monitor.dashboard.sampler import Sampler
 from dask_gpurt.observe.metrics import shown_tiers
-from dask_gpurt.protocol import PROGRESS_METRIC
 from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
 
@@ -65,11 +64,10 @@ class Collector(SchedulerPlugin):
 
     def sample(self, at: float) -> None:
         """Take a sample, at a time in seconds since the epoch."""
-        workers, ledgers = self._scheduler.workers, self.runtime.ledgers()
-        names = {address: str(ws.name) for address, ws in workers.items()}
-        reports = ((address, ws.metrics.get(PROGRESS_METRIC)) for address, ws in workers.items())
-        progress = ((address, report) for address, report in reports if report is not None)
-        self.sampler.sample(at, names, shown_tiers(rows(ledgers), shared_memory(ledgers)), progress)
+        names = {address: str(ws.name) for address, ws in self._scheduler.workers.items()}
+        beats = self.runtime.beats()
+        ledgers = {address: beat["memory"] for address, beat in beats.items()}
+        self.sampler.sample(at, names, shown_tiers(rows(ledgers), shared_memory(ledgers)), beats)
 
     # ---- events ----------------------------------------------------------------------------
 

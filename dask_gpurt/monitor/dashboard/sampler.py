@@ -19,6 +19,8 @@ from dask_gpurt.observe.metrics import SHOWN
 ALL = "(all workers)"
 #: Directions of moves between tiers, in histories of rates.
 SPILLED, UNSPILLED = "spilled", "unspilled"
+#: The beginning of the names of counters of moves between tiers.
+MOVES = "memory.spill.bytes."
 #: Maximum number of points of a history, as many as a screen can show.
 MAX_POINTS = 512
 
@@ -71,18 +73,18 @@ class Sampler:
         at: float,
         names: Mapping[str, str],
         tiers: Iterable[Mapping[str, Any]],
-        progress: Iterable[tuple[str, Mapping[str, Any]]],
+        beats: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """Take a sample.
 
         ``at``: seconds since the epoch, ascending.
         ``names``: the names of the current workers, by address.
         ``tiers``: the rows of :func:`~dask_gpurt.observe.metrics.shown_tiers` for all workers.
-        ``progress``: the last :mod:`report <dask_gpurt.worker.reports>` by address.
+        ``beats``: what the last heartbeat of each worker has told, by address.
         """
         self._record_workers(names)
         self._sample_tiers(at, tiers)
-        self._sample_progress(at, progress)
+        self._sample_progress(at, beats)
         self.at = at
 
     def _record_workers(self, names: Mapping[str, str]) -> None:
@@ -107,14 +109,14 @@ class Sampler:
         if values:
             self.used.add(at, values)
 
-    def _sample_progress(self, at: float, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    def _sample_progress(self, at: float, beats: Mapping[str, Mapping[str, Any]]) -> None:
         seconds = None if self.at is None else at - self.at
         values: dict[tuple[str, str], float] = {}
-        for address, report in reports:
+        for address, beat in beats.items():
             if (worker := self.workers.get(address)) is None:
                 continue
-            self.shuffles.reported(address, report["runs"])
-            before, worker.moved = worker.moved, _by_direction(report["moved"])
+            self.shuffles.reported(address, beat["runs"])
+            before, worker.moved = worker.moved, _by_direction(beat["counters"])
             for direction, nbytes in worker.moved.items():
                 since = max(0.0, nbytes - before.get(direction, 0.0))
                 self._moved[direction] = self._moved.get(direction, 0.0) + since
@@ -136,13 +138,15 @@ class Sampler:
         return self.workers[worker].moved.get(direction, 0.0) if worker in self.workers else 0.0
 
 
-def _by_direction(moves: Iterable[tuple[str, str, float]]) -> dict[str, float]:
+def _by_direction(counters: Mapping[str, float]) -> dict[str, float]:
     """Sum moves between tiers by direction; shards that were pulled into a lower tier count as spilled."""
     order = [str(tier) for tier in Tier]
     found = {SPILLED: 0.0, UNSPILLED: 0.0}
-    for source, target, nbytes in moves:
-        up = source in order and order.index(target) < order.index(source)
-        found[UNSPILLED if up else SPILLED] += nbytes
+    for name, nbytes in counters.items():
+        if name.startswith(MOVES):
+            source, target = name.removeprefix(MOVES).split(".")
+            up = source in order and order.index(target) < order.index(source)
+            found[UNSPILLED if up else SPILLED] += nbytes
     return found
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.protocol import COUNTERS_METRIC
+from dask_gpurt.protocol import HEARTBEAT_METRIC
 from dask_gpurt.scheduler.reports import ClusterReports
 
 TOKEN = "of this plugin"
@@ -28,7 +28,7 @@ class FakeScheduler:
         self.meanwhile: Callable[[], None] = lambda: None
 
     def join(self, worker: str, heartbeat: dict[str, Any] | None = None) -> None:
-        metrics = {} if heartbeat is None else {COUNTERS_METRIC: {**heartbeat, "token": TOKEN}}
+        metrics = {} if heartbeat is None else {HEARTBEAT_METRIC: {**heartbeat, "token": TOKEN}}
         self.workers[worker] = SimpleNamespace(metrics=metrics, name=worker, last_seen=0.0)
 
     def rpc(self, worker: str) -> Any:
@@ -74,7 +74,7 @@ def test_a_later_heartbeat_counts_too() -> None:
     scheduler, reports = on_cluster("a")
     scheduler.answers = {"a": snapshot(50, fell_back=2)}
     report(reports)
-    scheduler.workers["a"].metrics[COUNTERS_METRIC] = {**snapshot(60, fell_back=3), "token": TOKEN}
+    scheduler.workers["a"].metrics[HEARTBEAT_METRIC] = {**snapshot(60, fell_back=3), "token": TOKEN}
     leave(scheduler, reports, "a")
     (gone,) = report(reports)["departed"]
     assert gone["counters"] == {"shuffle.rows": 60}

@@ -27,21 +27,18 @@ class Cluster:
 
     def __init__(self, workers: int):
         self.ledgers = {f"tcp://{i}": Ledger(dict.fromkeys(Tier, 100)) for i in range(workers)}
-        self.moved: dict[str, list[tuple[str, str, int]]] = {}
+        self.moved: dict[str, dict[str, float]] = {}
         self.runs: dict[str, list[Any]] = {}
 
     def view(self) -> tuple[Any, Any, Any]:
         """Return names, tiers and progress, as a sample has them."""
         known = {address: ledger.snapshot() for address, ledger in self.ledgers.items()}
-        progress = [
-            (
-                address,
-                {"runs": self.runs.get(address, []), "moved": self.moved.get(address, [])},
-            )
+        beats = {
+            address: {"runs": self.runs.get(address, []), "counters": self.moved.get(address, {})}
             for address in self.ledgers
-        ]
+        }
         names = {address: address.removeprefix("tcp://") for address in self.ledgers}
-        return names, shown_tiers(rows(known), shared_memory(known)), progress
+        return names, shown_tiers(rows(known), shared_memory(known)), beats
 
     def kill(self, address: str) -> None:
         del self.ledgers[address]
@@ -77,7 +74,9 @@ def test_without_a_gpu_tiers_have_the_names_of_the_tables() -> None:
 def test_bytes_moved_by_departed_workers_count() -> None:
     cluster, sampler = Cluster(2), Sampler()
     sampler.sample(1.0, *cluster.view())
-    cluster.moved["tcp://0"] = [("device", "disk", 30), ("exchange", "host", 10), ("disk", "device", 5)]
+    moves = {"device.disk": 30, "exchange.host": 10, "disk.device": 5}
+    counters = {f"memory.spill.bytes.{tiers}": nbytes for tiers, nbytes in moves.items()}
+    cluster.moved["tcp://0"] = {"shuffle.rows": 7, **counters}
     sampler.sample(3.0, *cluster.view())
     cluster.kill("tcp://0")
     sampler.sample(4.0, *cluster.view())
