@@ -1,4 +1,4 @@
-"""Start a cluster on this machine, or connect to a running one, and show how far a command is."""
+"""Start a cluster on this machine, or connect to a running one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType
@@ -16,8 +16,6 @@ import click
 import dask
 from distributed import Client, LocalCluster
 from distributed.deploy.cluster import Cluster
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dask_gpurt.client.addresses import require_scheduler
 from dask_gpurt.device.discover import gpu_count
@@ -150,10 +148,9 @@ def _without_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def connected(address: str, *, as_default: bool = False) -> Iterator[Client]:
+def connected(address: str) -> Iterator[Client]:
     """Connect to a cluster without changing it.
 
-    ``as_default``: whether the client becomes the default client of this process.
     Yields the client.
     Raises click.ClickException if the address is invalid, or no scheduler answers in time.
     """
@@ -163,45 +160,8 @@ def connected(address: str, *, as_default: bool = False) -> Iterator[Client]:
         raise click.ClickException(str(error)) from error
     # A client's preload hook would switch the runtime on, which changes the cluster.
     with dask.config.set({"distributed.client.preload": []}):
-        client = Client(address, set_as_default=as_default)
+        client = Client(address, set_as_default=False)
     try:
         yield client
     finally:
         client.close(timeout=CLOSE_TIMEOUT_S)
-
-
-#: Takes what the command does now, the number of steps that are done, and that of all steps if it is known.
-Show = Callable[[str, int, int | None], None]
-
-
-@contextmanager
-def progress(*, width: int, quiet: bool) -> Iterator[Show]:
-    """Show progress on standard error while the body runs.
-
-    ``width``: characters for what the command does.
-    ``quiet``: whether to show nothing.
-    Yields a function to call for each step.
-    """
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda doing, done, total: None
-    elif not console.is_terminal:
-        yield _lines()
-    else:
-        columns = (TextColumn(f"{{task.description:<{width}}}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-            task = bar.add_task("", total=None)
-            yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
-
-
-def _lines() -> Show:
-    """Return a function that prints a line whenever the command does something else."""
-    last = ""
-
-    def show(doing: str, done: int, total: int | None) -> None:
-        nonlocal last
-        if doing != last:
-            last = doing
-            click.echo(f"{doing} ({done} of {total} done)" if total else doing, err=True)
-
-    return show

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster, progress, rmm_pool_option
+from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster, rmm_pool_option
 from dask_gpurt.tools.demo.flights import (
     OPERATIONS,
     DemoOperation,
@@ -187,13 +187,13 @@ def run_operations(
     total = len(OPERATIONS) * len(methods) * (repeat + 1)
     numbers = itertools.count()
     outcomes = []
-    with progress(width=36, quiet=quiet) as show:
+    with Console(stderr=True, quiet=quiet).status("") as status:
         for operation in OPERATIONS:
             expected = canonical(operation.run(tables))
             outcome = OperationTiming(operation.name, len(expected), {method: [] for method in methods})
             for turn in range(repeat + 1):
                 for method in methods:
-                    show(operation.name, next(numbers), total)
+                    status.update(f"{operation.name}, {next(numbers)} of {total} runs done")
                     _run_once(client, operation, frames, expected, method, outcome, timed=turn > 0)
             outcomes.append(outcome)
     return outcomes

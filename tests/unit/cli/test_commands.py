@@ -1,4 +1,4 @@
-"""Interrupt commands, show their progress, and print what a trace holds."""
+"""Interrupt commands, and print what a trace holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 from dask_gpurt.cli import cluster, main
-from dask_gpurt.cli.cluster import progress
 from dask_gpurt.cli.trace import print_trace
 from dask_gpurt.monitor.trace import ProcessTrace, Trace
 from dask_gpurt.observe.recording import Event, Kind
@@ -51,34 +50,6 @@ def test_workers_that_a_cluster_starts_later_ignore_interrupts_too() -> None:
     going.set()
     loop.join()
     assert (found, start_process()) == (["True"], "False")
-
-
-# ---- progress -------------------------------------------------------------------------------------
-
-
-def steps(*, quiet: bool) -> None:
-    with progress(width=10, quiet=quiet) as show:
-        show("starting", 0, None)
-        for number, doing in enumerate(["join", "join", "sort"]):
-            show(doing, number, 3)
-
-
-def test_a_line_says_what_is_done_now(capsys: pytest.CaptureFixture[str]) -> None:
-    steps(quiet=False)
-    printed = capsys.readouterr()
-    assert printed.err.splitlines() == ["starting", "join (0 of 3 done)", "sort (2 of 3 done)"]
-    assert printed.out == ""
-
-
-def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    steps(quiet=True)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat standard error as a terminal
-    steps(quiet=False)
-    assert "2/3" in capsys.readouterr().err
 
 
 # ---- traces ---------------------------------------------------------------------------------------
