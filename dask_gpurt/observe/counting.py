@@ -8,7 +8,6 @@ or does in a lesser way, with their text and latest reason, and the count of eac
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import weakref
 from collections import defaultdict
@@ -33,8 +32,6 @@ _WITHIN = {
 
 class Fallback(Enum):
     """Identify a fallback by a dotted, stable id and a human-readable text.
-
-    ``{label}`` in both stands for a value that is filled in when the fallback is counted.
 
     ``id``: the room and the subject.
     ``text``: the behaviour of the fallback, as a clause.
@@ -83,7 +80,7 @@ class Fallback(Enum):
     READS_KEEP_SLOT = "reads.keep-slot", "tasks that read files keep their slot"
     READS_SHARE_STREAM = "reads.share-stream", "reads wait for tasks that compute"
     READS_NOT_KEPT = "reads.not-kept", "what tasks read of files is not kept"
-    READ_PLACES = "reads.place.{method}", "Dask's own {method} decides"
+    READ_PLACES = "reads.place", "Dask decides where files are read"
 
     DASHBOARD_PAGES = "dashboard.pages", "the dashboard does not list the page of the runtime"
 
@@ -120,15 +117,6 @@ class Fallback(Enum):
         """Return the room of the fallback, which is also the name of its logger."""
         subject = self.id.partition(".")[0]
         return _WITHIN.get(subject, subject)
-
-    def filled(self, *labels: str) -> tuple[str, str]:
-        """Return the id and the text with the values of the labels filled in.
-
-        Raises ValueError if the numbers of values and labels differ.
-        """
-        names = re.findall(r"\{(\w+)\}", self.id)
-        values = dict(zip(names, labels, strict=True))
-        return self.id.format(**values), self.text.format(**values)
 
 
 class Metrics:
@@ -184,22 +172,19 @@ class Metrics:
                 args = {} if subject is None else {step.subject: subject}
                 recording.timed(step.name, start, seconds, **args)
 
-    def fallback(self, what: Fallback, reason: str, *labels: str) -> None:
-        """Count an operation that was left to Dask or done in a lesser way; log the first occurrence.
-
-        ``labels``: the value of each label of the id.
-        """
-        filled, text = what.filled(*labels)
+    def fallback(self, what: Fallback, reason: str) -> None:
+        """Count an operation that was left to Dask or done in a lesser way; log the first occurrence."""
         with self._lock:
-            known = self._fallbacks.setdefault(filled, {"text": text, "reason": reason, "count": 0})
+            known = self._fallbacks.setdefault(what.id, {"text": what.text, "reason": reason, "count": 0})
             known["count"] += 1
             known["reason"] = reason
             first = known["count"] == 1
         if (recording := self.recording) is not None:
-            recording.mark("fallback", id=filled, reason=reason)
+            recording.mark("fallback", id=what.id, reason=reason)
         if first:
             logger = logging.getLogger(f"dask_gpurt.{what.room}")
-            logger.warning("%s: %s (%s; logged once, `dask gpurt doctor` counts)", text, reason, filled)
+            told = "%s: %s (%s; logged once, `dask gpurt doctor` counts)"
+            logger.warning(told, what.text, reason, what.id)
 
     def total(self, name: str) -> dict[tuple[str, ...], float]:
         """Return the values of a metric, keyed by the values of its labels."""

@@ -155,7 +155,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.read_places = ReadPlaces(
             self.scheduler,
             self.workers.with_gpu,
-            lambda name, why: self.metrics.fallback(Fallback.READ_PLACES, why, name),
+            lambda name, why: self.metrics.fallback(Fallback.READ_PLACES, f"{name}: {why}"),
         )
         self.shuffles = SchedulerShuffles(self.scheduler, settings, self.metrics, self.workers)
 

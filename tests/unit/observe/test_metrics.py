@@ -125,14 +125,12 @@ def test_fallbacks_are_counted_by_id_with_the_last_reason(caplog: pytest.LogCapt
     metrics = Metrics()
     for reason in ("one", "another"):
         metrics.fallback(Fallback.EXCHANGE_COMMS, reason)
-        metrics.fallback(Fallback.READ_PLACES, reason, "is_rootish")
+        metrics.fallback(Fallback.READ_PLACES, reason)
     assert metrics.snapshot()["fallbacks"] == {
         "exchange.comms": {"text": "bytes go through Dask's comms", "reason": "another", "count": 2},
-        "reads.place.is_rootish": {"text": "Dask's own is_rootish decides", "reason": "another", "count": 2},
+        "reads.place": {"text": "Dask decides where files are read", "reason": "another", "count": 2},
     }
     assert len(caplog.records) == 2
-    with pytest.raises(ValueError):
-        metrics.fallback(Fallback.READ_PLACES, "no method is named")
 
 
 # ---- the report of a cluster ---------------------------------------------------------
@@ -259,7 +257,7 @@ class ServerOfNoPage:
 def test_a_server_shows_its_counters_from_the_start_until_it_is_taken_away() -> None:
     metrics = Metrics()
     metrics.add("shuffle.workers.silent", 2)
-    metrics.fallback(Fallback.READ_PLACES, "a reason", "is_rootish")
+    metrics.fallback(Fallback.READ_PLACES, "a reason")
     take_away = prometheus.register(
         ServerOfNoPage(), Server.SCHEDULER, metrics, lambda: [("workers.ready", (), 3)]
     )
@@ -268,7 +266,7 @@ def test_a_server_shows_its_counters_from_the_start_until_it_is_taken_away() -> 
         assert value("dask_scheduler_gpurt_shuffle_workers_silent_total") == 2
         assert value("dask_scheduler_gpurt_shuffle_runs_total") == 0
         assert value("dask_scheduler_gpurt_workers_ready") == 3
-        assert value("dask_scheduler_gpurt_fallbacks_total", {"fallback": "reads.place.is_rootish"}) == 1
+        assert value("dask_scheduler_gpurt_fallbacks_total", {"fallback": "reads.place"}) == 1
         assert value("dask_scheduler_gpurt_shuffle_rows_total") is None  # workers count these
     finally:
         take_away()
