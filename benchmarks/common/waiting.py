@@ -125,7 +125,10 @@ def waiting(plugin: GpurtWorkerPlugin) -> dict[str, Any]:
         "lines": lambda: [repr(line) for line in plugin.metrics.lines if line.waiting],
         "memory": lambda: repr(plugin.data),
         "compute": lambda: repr(plugin.reads.turns),
-        "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
+        "tiers": lambda: {
+            **(queued(plugin.tiers.executor) or {}),
+            "used": plugin.tiers.ledger.snapshot()["cells"],
+        },
         "moving": lambda: list(map(str, plugin.tiers.tiered_buffer.moving())),
         "exchange": lambda: queued(plugin.exchange.executor),
         "pulls": lambda: repr(plugin.exchange.puller),

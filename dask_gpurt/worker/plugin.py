@@ -128,11 +128,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
                     return
                 self._undo.callback(self._tell_off)
                 await self._switch_on(worker, config.load_over(self.given), reply)
-                self._send(READY_OP)
+                self._send(READY_OP, token=self.token)
             except BaseException as error:
                 self._leave()
                 if isinstance(error, (config.ConfigError, dask_hooks.UnsupportedError)):
-                    self._send(REFUSED_OP, reason=str(error))
+                    self._send(REFUSED_OP, token=self.token, reason=str(error))
                 try:
                     await self._undo.aclose()
                 except Exception:  # logged only: the error that is raised below is the cause
@@ -168,11 +168,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     def _tell_off(self) -> None:
         """Tell the scheduler that this plugin is off; the last message of the plugin."""
-        self._send(LEFT_OP, plugin=self._id)
+        self._send(LEFT_OP, token=self.token, plugin=self._id)
 
-    def _send(self, what: str, **more: str) -> None:
+    def _send(self, what: str, **message: Any) -> None:
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-            self.worker.batched_stream.send({"op": what, "token": self.token, **more})
+            self.worker.batched_stream.send({"op": what, **message})
 
     def _leave(self) -> None:
         """Unregister from the worker's plugins, where shuffles look for the runtime."""
@@ -300,13 +300,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def take_results(self, results: Mapping[Key, object]) -> None:
         """Store results sent ahead of the tasks that need them, and confirm them (stream handler)."""
         put_results(self.worker, results)
-        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-            self.worker.batched_stream.send({"op": CONFIRM_RESULTS_OP, "keys": list(results)})
+        self._send(CONFIRM_RESULTS_OP, keys=list(results))
 
     def tell_status(self) -> None:
         """Tell the scheduler that this worker is heard again, and its status (stream handler)."""
-        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-            self.worker.batched_stream.send({"op": STATUS_OP, "status": self.worker.status.name})
+        self._send(STATUS_OP, status=self.worker.status.name)
 
     def renew(self, id: ShuffleId, run_id: int, owners: Owners) -> None:
         """Apply new owners of a run's outputs (stream handler)."""

@@ -101,7 +101,9 @@ class WorkerTiers:
         )
         self._pinned_tier = PinnedTier(self.pinned, lambda nbytes: self.below.release(nbytes))
         self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
-        self.ledger = Ledger(self._capacities())
+        live, pinned, below = self.limits.device, self.limits.pinned, self.limits.host
+        capacities = {Tier.DEVICE: live, Tier.PINNED: pinned, Tier.HOST: below, Tier.DISK: self.disk.limit()}
+        self.ledger = Ledger(capacities)
         self.ledger.shared_memory = self._shared_memory()
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
         self.tiered_buffer = WorkerBuffer(
@@ -437,7 +439,8 @@ class WorkerTiers:
 
     def out_of_memory(self, error: BaseException | None) -> MemoryError:
         """Return the user's error for when nothing is left to spill."""
-        tiers = ", ".join(f"{row['tier']} {row['used']} of {row['capacity']} bytes" for row in self.rows())
+        of = self.ledger.capacity.items()
+        tiers = ", ".join(f"{tier} {self.ledger.used(tier)} of {nbytes} bytes" for tier, nbytes in of)
         largest = ", ".join(f"{key!r} ({nbytes} bytes)" for key, nbytes in self.tiered_buffer.largest(3))
         return MemoryError(
             f"out of memory {self.settings.memory.retries + 1} times, with everything possible spilled: "
@@ -445,22 +448,6 @@ class WorkerTiers:
             f"Tiers: {tiers}. Largest: {largest or 'none'}. Use smaller partitions or fewer threads, or "
             "change gpurt.memory.device"
         )
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return tier, used bytes and capacity of each tier."""
-        return [
-            {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
-            for tier, capacity in self._capacities().items()
-        ]
-
-    def _capacities(self) -> dict[Tier, int]:
-        of = self.limits
-        return {
-            Tier.DEVICE: of.device,
-            Tier.PINNED: of.pinned,
-            Tier.HOST: of.host,
-            Tier.DISK: self.disk.limit(),
-        }
 
 
 def _log_failure(done: Future[Any]) -> None:
