@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import dask
@@ -17,7 +16,6 @@ from dask_gpurt.client.session import register_method
 from dask_gpurt.config import ConfigError
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, started
 from tests.helpers.in_process import state
-from tests.helpers.waiting import until
 
 #: A user's script as it may have been before the runtime, with a query of its state at the end.
 SCRIPT = """\
@@ -64,18 +62,10 @@ needs_hooks = pytest.mark.skipif(
 
 
 @needs_hooks
-def test_a_yaml_file_switches_an_unchanged_script_on(tmp_path: Path) -> None:
+def test_a_yaml_file_switches_an_unchanged_script_on_and_without_a_client_dask_serves(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text("gpurt: {enabled: true}\n")
-    said = answer(write(tmp_path), DASK_CONFIG=str(tmp_path / "config"))
-    assert said["right"]
-    assert said["runs"] == [1, 1]
-
-
-@pytest.mark.slow
-@needs_hooks
-def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: Path) -> None:
-    said = answer(write(tmp_path, after="shuffled()"), DASK_GPURT__ENABLED="true")
+    said = answer(write(tmp_path, after="shuffled()"), DASK_CONFIG=str(tmp_path / "config"))
     assert said["right"]
     assert said["runs"] == [1, 1]
     assert said["after"], "the client is closed, and the method is still chosen"
@@ -86,35 +76,6 @@ def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: 
 def test_the_hooks_do_nothing_while_it_is_not_enabled(tmp_path: Path) -> None:
     said = answer(write(tmp_path))
     assert said == {"right": True, "runs": [None, None], "knows": False, "after": None}
-
-
-# ---- flags ---------------------------------------------------------------------------
-
-
-@contextmanager
-def ignorant(address: str) -> Iterator[Client]:
-    """Yield a client that does not know the runtime, once it is enabled on all workers."""
-
-    def on(client: Client) -> bool:
-        report = dask_gpurt.report(client)
-        return report.enabled and all(worker.error is None for worker in report.workers.values())
-
-    with dask.config.set({"distributed.client.preload": []}), Client(address) as client:
-        until(lambda: on(client))
-        yield client
-
-
-@pytest.mark.slow
-def test_the_flag_of_a_worker_is_enough_for_all() -> None:
-    with (
-        cluster_of_commands(workers=1) as (address, _),
-        started(
-            DASK, "worker", address, "--nthreads", "1", "--no-dashboard", "--preload", "dask_gpurt"
-        ) as late,
-    ):
-        late.wait_for("Registered to:")
-        with ignorant(address) as client:
-            assert shuffle_runs(client) == 2
 
 
 def test_shuffles_that_are_not_taken_over_are_reported(

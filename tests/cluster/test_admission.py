@@ -10,18 +10,15 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import dask
-import dask.dataframe as dd
 import numpy as np
-import pandas as pd
 import pytest
-from distributed import Client, Event, Worker, wait, worker_client
+from distributed import Client, Event, wait, worker_client
 
 import dask_gpurt
 from dask_gpurt.memory import admission
-from dask_gpurt.memory.ledger import PARTITIONS, Tier
 from dask_gpurt.observe import Fallback
-from tests.helpers.clusters import Library, cluster, counters
-from tests.helpers.in_process import gen_client_cluster, on_cluster
+from tests.helpers.clusters import cluster, counters
+from tests.helpers.in_process import gen_client_cluster
 
 MIB = 2**20
 
@@ -169,65 +166,3 @@ def test_a_task_with_tiny_inputs_does_not_make_others_push_everything_out() -> N
         client.submit(lambda _: wide(), tiny, key="grow-1").result()
         client.submit(lambda array: array[:1], kept, key="grow-2").result()
         assert not [name for name in counters(client) if name.startswith("memory.spill.bytes")]
-
-
-def test_a_need_above_the_limit_does_not_keep_a_task_from_running(two_threads: Client) -> None:
-    def huge(_: int) -> int:
-        return int(np.ones(20 * MIB, np.uint8).nbytes)
-
-    assert two_threads.gather(two_threads.map(huge, range(4), pure=False)) == [20 * MIB] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("one_in", [5])
-def test_with_allocations_that_fail_at_random_all_comes_out_right(library: Library, one_in: int) -> None:
-    frame = pd.DataFrame({"key": np.arange(200_000) * 7 % 200_003, "payload": np.arange(200_000)})
-    with cluster(library.name, failures=one_in, memory__retries=30, **TIGHT) as client:
-        ours = dd.from_pandas(frame, npartitions=12)
-        if library.name == "cudf":
-            ours = ours.to_backend("cudf")
-        joined = ours.shuffle("key").merge(ours.shuffle("key"), on="key")
-        assert int(joined.payload_x.sum().compute()) == int(frame.payload.sum())
-        assert counters(client)["memory.retries"] > 0
-        assert dask_gpurt.is_enabled(client)
-
-
-# ---- gangs: one task per worker that waits for the others, as in XGBoost's training ---------------
-
-#: Memory limit of a worker, and size of a part; each worker has four parts, half of the limit.
-LIMIT, PART = 4 << 20, 1 << 19
-#: Rendezvous of the workers' tasks; the workers are threads of this process.
-MEETING = threading.Barrier(2)
-
-
-def make(number: int) -> np.ndarray:
-    return np.full(PART // 8, number, np.int64)
-
-
-def meet(parts: list[dict[str, np.ndarray]]) -> int:
-    """Wait for the other tasks, with all parts of this worker as inputs."""
-    MEETING.wait(60)
-    return sum(int(part["data"][0]) for part in parts)
-
-
-@on_cluster(workers=2, **{"gpurt.memory.device": LIMIT})
-async def test_a_gang_gets_what_it_needs(client: Any, scheduler: Any, *workers: Worker) -> None:
-    held, gang = [], []
-    for worker in workers:
-        parts = client.map(make, range(4), workers=[worker.address], pure=False)
-        packed = [
-            client.submit(lambda part: {"data": part}, part, workers=[worker.address]) for part in parts
-        ]
-        # Other data have to be evicted: without statistics such a task is estimated at twice its inputs.
-        others = client.map(make, range(10, 13), workers=[worker.address], pure=False)
-        await wait([*packed, *others])
-        ledger = worker.plugins["gpurt"].tiers.ledger
-        # Parts that a dict refers to count once, so all of them fit.
-        assert 7 * PART <= ledger.cell(Tier.DEVICE, PARTITIONS) < LIMIT
-        assert ledger.cell(Tier.DISK, PARTITIONS) == 0
-        held += [*parts, *packed, *others]
-        gang.append(client.submit(meet, packed, workers=[worker.address], pure=False))
-    assert await client.gather(gang) == [6, 6]
-    for worker in workers:
-        counted = worker.plugins["gpurt"].metrics.snapshot()["counters"]
-        assert "memory.waits.overdue" not in counted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,53 +164,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-# ---- machines ------------------------------------------------------------------------
-
-#: Runs where /dev/shm holds 1 MiB: a fixed pool size is rejected, an automatic size fits.
-SMALL = """\
-import dask, numpy
-from distributed import Client
-import dask_gpurt
-from dask_gpurt.config import ConfigError
-from dask_gpurt.device.host import HostPool
-
-def main():
-    try:
-        HostPool(64 * 2**20).allocate(8 * 2**20)
-    except MemoryError as error:
-        print(error)
-    with Client(processes=False, n_workers=4, threads_per_worker=1, dashboard_address=":0") as client:
-        with dask.config.set({"gpurt.exchange.pool": "64 MiB"}):
-            try:
-                dask_gpurt.enable(client)
-            except ConfigError as error:
-                print(error)
-        dask_gpurt.enable(client)
-        frame = dask.datasets.timeseries("2000-01-01", "2000-01-05", freq="5s", partition_freq="1d", seed=1)
-        print(len(frame.shuffle("name").compute()) == len(frame))
-        print(dask_gpurt.report(client)["counters"]["shuffle.runs"])
-
-if __name__ == "__main__":
-    main()
-"""
-OWN_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh")
-
-
-@pytest.mark.slow
-def test_dev_shm_too_small(tmp_path: Path) -> None:
-    try:
-        forbidden = subprocess.run([*OWN_SHM, "true"], capture_output=True, text=True, timeout=30)
-    except FileNotFoundError:
-        pytest.skip("there is no unshare")
-    if forbidden.returncode:
-        pytest.skip(f"the kernel does not let this user mount: {forbidden.stderr.strip()}")
-    script = tmp_path / "script.py"
-    script.write_text(SMALL)
-    no_room, refused, right, runs = run(*OWN_SHM, sys.executable, script).stdout.splitlines()
-    assert "/dev/shm has no room for 8388608 bytes" in no_room
-    assert "docker: --shm-size" in no_room
-    assert "'gpurt.exchange.pool' is 64 MiB (64.00 MiB), but /dev/shm has" in refused
-    assert (right, runs) == ("True", "1")  # the pools promise 160 % of it
+# ---- versions ------------------------------------------------------------------------
 
 
 def test_a_peer_of_another_version_is_named(off: Client) -> None:

@@ -11,7 +11,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, cluster, counters, partitions
+from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, counters, partitions
 from tests.helpers.nightly import nightly
 from tests.helpers.shared_cluster import SharedCluster
 
@@ -54,63 +54,21 @@ def workers(client: Client) -> list[dict[str, Any]]:
     return list(dask_gpurt.report(client)["workers"].values())
 
 
-def test_pulled_shards_go_to_disk_when_memory_is_short(
-    shared_cluster: SharedCluster, library: Library
-) -> None:
-    with shared_cluster.client(library.name, exchange__pool="256 kiB", memory__device="512 kiB") as client:
-        assert_like_tasks(library, inputs())
-        spilled = {name for name in counters(client) if name.startswith("memory.spill.bytes.exchange")}
-        assert spilled == {f"memory.spill.bytes.exchange.{'disk' if library.name == 'pandas' else 'pinned'}"}
-
-
 @pytest.mark.parametrize("pool", ["auto", nightly("256 kiB")])
-def test_without_a_mapping_bytes_take_the_comms(
+def test_without_a_mapping_bytes_take_the_comms_and_few_at_once(
     shared_cluster: SharedCluster, library: Library, pool: str
 ) -> None:
-    with shared_cluster.client(library.name, exchange__paths=["comms"], exchange__pool=pool) as client:
+    settings = {"exchange__paths": ["comms"], "exchange__pool": pool, "exchange__inflight": "100 kiB"}
+    with shared_cluster.client(library.name, **settings) as client:
         assert_like_tasks(library, inputs())
         found = counters(client)
         assert found["exchange.bytes.comms"] > 0
         assert "exchange.bytes.shared-memory" not in found
         assert "exchange.bytes.cuda-ipc" not in found
-        fallbacks = [worker["fallbacks"] for worker in workers(client)]
-        assert all("gpurt.exchange.paths" in str(fallback) for fallback in fallbacks)
-
-
-def test_a_mapping_that_fails_falls_back_to_the_comms(library: Library) -> None:
-    with cluster(library.name) as client:
-
-        def break_mapping(dask_worker: Any) -> None:
-            from dask_gpurt.device import MappingError
-
-            def fail(ticket: Any) -> Any:
-                raise MappingError("containers do not share memory here")
-
-            for device in dask_worker.plugins["gpurt"].exchange.pools.devices.values():
-                device.map = fail
-
-        client.run(break_mapping)
-        assert_like_tasks(library, inputs())
-        assert counters(client)["exchange.bytes.comms"] > 0
-        (path,) = {
-            path["reason"]
-            for worker in workers(client)
-            for path in worker["paths"].values()
-            if path["path"] == "comms"
-        }
-        assert path == "containers do not share memory here"
-
-
-def test_transfers_in_flight_are_bounded(shared_cluster: SharedCluster, library: Library) -> None:
-    with shared_cluster.client(
-        library.name, exchange__paths=["comms"], exchange__inflight="100 kiB"
-    ) as client:
-        assert_like_tasks(library, inputs())
         shard = ROWS * 16 // 2
-        assert (
-            max(worker["counters"]["exchange.inflight.peak"] for worker in workers(client))
-            <= 100 * 2**10 + shard * 2
-        )
+        for worker in workers(client):
+            assert worker["counters"]["exchange.inflight.peak"] <= 100 * 2**10 + shard * 2
+            assert "gpurt.exchange.paths" in str(worker["fallbacks"])
 
 
 def test_a_row_larger_than_the_pool_is_an_error_that_names_the_setting(

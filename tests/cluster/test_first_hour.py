@@ -13,34 +13,7 @@ from click.testing import CliRunner
 
 import dask_gpurt
 from dask_gpurt.cli import main
-from tests.helpers.commands import answer
 from tests.helpers.in_process import on_cluster, on_plain_cluster
-
-FIRST_JOB = """
-import json, sys
-import numpy as np, pandas as pd
-import dask.dataframe as dd
-from dask.distributed import Client, LocalCluster
-import dask_gpurt
-
-if __name__ == "__main__":
-    cluster = LocalCluster(n_workers=1, processes=False, dashboard_address=":0")
-    with cluster, Client(cluster) as client:
-        dask_gpurt.enable(client)
-        left = pd.DataFrame({"k": np.arange(4_000) % 100, "x": np.arange(4_000)[::-1]})
-        right = pd.DataFrame({"k": np.arange(100), "y": np.arange(100)})
-        joined = dd.from_pandas(left, npartitions=4).merge(dd.from_pandas(right, npartitions=2), on="k")
-        joined.sort_values("x").to_parquet(sys.argv[1])
-        print(json.dumps(dd.read_parquet(sys.argv[1]).x.compute().tolist()))
-"""
-
-
-@pytest.mark.slow
-def test_a_join_and_a_sort_end_where_client_and_scheduler_share_a_process(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(FIRST_JOB)
-    # With Python 3.11 Dask's own property deadlocks: see dask_hooks/expression_threads.py.
-    assert answer(script, str(tmp_path / "sorted")) == list(range(4_000))
 
 
 @on_plain_cluster()

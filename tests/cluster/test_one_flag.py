@@ -24,7 +24,6 @@ from dask_gpurt.observe import Fallback
 from tests.helpers.commands import DASK, HOOKS, Command, answer, cluster_of_commands, run, started
 from tests.helpers.in_process import gen_client_cluster
 from tests.helpers.in_process import until as soon
-from tests.helpers.nightly import nightly
 from tests.helpers.switching import Gate, another
 from tests.helpers.waiting import until
 
@@ -77,7 +76,7 @@ def asks(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["SCHEDULER", nightly("WORKER")])
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
 def test_a_configuration_in_one_place_is_enough(asks: Path, role: str) -> None:
     others = {
         f"DASK_DISTRIBUTED__{other}__PRELOAD": "[]" for other in ("SCHEDULER", "WORKER") if other != role

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +9,8 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, Event, Variable, get_worker, wait
+from distributed import Client, wait
 
-import dask_gpurt
 from tests.helpers.clusters import Library, cluster, counters
 
 SHAPE = (48, 36)
@@ -130,28 +127,6 @@ def test_a_chunk_of_another_shape_than_the_array_says_is_refused(client: Client)
     assert "has the shape (10, 36), expected (12, 36)" in str(told)
 
 
-# ---- switched off ----------------------------------------------------------------------------------
-
-
-def test_rechunks_are_dasks_where_the_runtime_is_off(client: Client) -> None:
-    dask_gpurt.disable(client)
-    try:
-        result = array().rechunk(COLUMNS, method="p2p").map_blocks(with_runs, "ArrayRechunkRun", dtype="f8")
-        np.testing.assert_array_equal(result.compute(), numbers())
-    finally:
-        dask_gpurt.enable(client)
-    result = array().rechunk(COLUMNS, method="p2p").map_blocks(with_runs, "ShuffleRun", dtype="f8")
-    np.testing.assert_array_equal(result.compute(), numbers())
-
-
-def with_runs(block: np.ndarray, kind: str) -> np.ndarray:
-    """Assert that this worker's runs are of a class."""
-    if block.size:  # Dask calls it with an empty block to infer the result's type
-        runs = get_worker().plugins["shuffle"].shuffle_runs._active_runs.values()
-        assert {type(run).__name__ for run in runs} == {kind}
-    return block
-
-
 def test_chunks_that_were_culled_are_received_when_they_are_asked_for(client: Client) -> None:
     """Two graphs share a rechunk: the second needs chunks that were not wanted when the run began."""
     result = array().rechunk(COLUMNS, method="p2p")
@@ -159,45 +134,6 @@ def test_chunks_that_were_culled_are_received_when_they_are_asked_for(client: Cl
     wait(first)
     np.testing.assert_array_equal(result.compute(), numbers())
     np.testing.assert_array_equal(first.compute(), numbers()[:, :18])
-
-
-# ---- a worker is lost ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own(library: Library) -> Iterator[Client]:
-    """Yield a cluster of three workers that a test may damage."""
-    with cluster(library.name, workers=3) as client:
-        yield client
-
-
-def waits(block: np.ndarray, part: tuple[int, int], block_id: Any = None) -> np.ndarray:
-    """Make one chunk wait for an event, and report its worker."""
-    if block_id == part and not Event("go").is_set():
-        Variable("worker").set(get_worker().address)
-        Event("reached").set()
-        Event("go").wait(timeout=60)
-    return block
-
-
-def test_a_worker_is_killed_between_two_rechunks(own: Client) -> None:
-    """Dask fuses the unpacking of a chunk with its transfer for the next rechunk into one task."""
-    held = array().rechunk(COLUMNS, method="p2p").map_blocks(waits, (0, 2), dtype="f8")
-    assert_right_after_a_kill(own, held.rechunk((8, 36), method="p2p").persist(), another=True)
-
-
-def assert_right_after_a_kill(client: Client, result: da.Array, *, another: bool) -> None:
-    Event("reached", client=client).wait(timeout=60)
-    busy = Variable("worker", client=client).get()
-    kill(client, next(w for w in client.nthreads() if (w != busy) == another))
-    Event("go", client=client).set()
-    np.testing.assert_array_equal(result.compute(), numbers())
-    assert counters(client)["shuffle.taken-over"] >= 1
-
-
-def kill(client: Client, address: str) -> None:
-    pid = client.run(os.getpid, workers=[address])[address]
-    os.kill(pid, signal.SIGKILL)
 
 
 def test_parts_of_chunks_are_larger_than_the_pool() -> None:
