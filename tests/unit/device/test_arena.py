@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.device.pool import ALIGNMENT, Arena, Extent
+from dask_gpurt.device.pool import ALIGNMENT, Arena, Extent, Ranges
 
 UNITS = 40
 ONE = st.tuples(st.just("one"), st.integers(0, 9))
@@ -122,3 +122,31 @@ def test_an_arena_of_less_than_a_unit_is_empty(capacity: int) -> None:
     arena = Arena(capacity)
     assert (arena.capacity, arena.allocate(1), arena.allocate_pieces(1)) == (0, None, None)
     assert (arena.allocate_pieces(0), list(arena.free_ranges()), arena.is_free(0, 1)) == ([], [], False)
+
+
+# ---- ranges ------------------------------------------------------------------------------------------
+
+END = 40
+SPAN = st.tuples(st.integers(0, END), st.integers(0, END)).map(lambda pair: (min(pair), max(pair)))
+
+
+def numbers(ranges: list[tuple[int, int]]) -> list[int]:
+    return [number for start, stop in ranges for number in range(start, stop)]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), SPAN)), SPAN)
+def test_ranges_are_a_set(steps: list[tuple[str, tuple[int, int]]], asked: tuple[int, int]) -> None:
+    ranges, model = Ranges(), set[int]()
+    for step, (start, stop) in steps:
+        getattr(ranges, step)(start, stop)
+        model = model | set(range(start, stop)) if step == "add" else model - set(range(start, stop))
+    found = list(ranges)
+    assert numbers(found) == sorted(model)
+    assert ranges.total == len(model)
+    assert all(left[1] < right[0] for left, right in pairwise(found))  # merged
+    asked_for = range(*asked)
+    assert numbers(ranges.within(*asked)) == [number for number in asked_for if number in model]
+    assert numbers(ranges.gaps(*asked)) == [number for number in asked_for if number not in model]
+    length = max(1, asked[0])
+    starts = [start for start, stop in found if stop - start >= length]
+    assert ranges.first(length) == (starts[0] if starts else None)
