@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 import dask
@@ -17,47 +17,12 @@ from distributed import Client, LocalCluster, get_worker
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.cli.calibrate import CAPS, WORKLOADS, device_of, launched_by, measure, print_table, tables
-from dask_gpurt.overlap.interposer import DeviceLimits, LaunchedKernel
 from dask_gpurt.overlap.table import KernelCap, OverlapTable, path_of, read, write
 from tests.helpers.clusters import QUICK, cluster, instrument
+from tests.helpers.interposers import Launches
 from tests.helpers.shared_cluster import SharedCluster
 
 # ---- clusters whose kernels a fake interposer caps -------------------------------------------------
-
-
-class Launches:
-    """Fake the launches of a process with an H200; what is launched is listed while it is switched on."""
-
-    #: All that were made since the list was cleared.
-    made: ClassVar[list[Launches]] = []
-
-    def __init__(self) -> None:
-        self.made.append(self)
-        self.on, self.cap = False, 0
-        self.caps: dict[str | int, int] = {}
-        self._launched: dict[int, LaunchedKernel] = {}
-
-    def launch(self, name: str) -> None:
-        """Launch a kernel."""
-        if self.on:
-            id = hash(name)
-            before = self._launched[id].launches if id in self._launched else 0
-            self._launched[id] = LaunchedKernel(name, 32, 0, before + 1, 0, False, id)
-
-    def switch(self, on: bool) -> None:
-        self.on = on
-
-    def write(self, default: int, kernels: Mapping[str | int, int]) -> None:
-        self.cap, self.caps = default, dict(kernels)
-
-    def limits(self, device: int) -> DeviceLimits | None:
-        return DeviceLimits(132, 32, 2048, 65536, 233472, 1024, 232448)
-
-    def counters(self) -> dict[str, int]:
-        return {"seen": 0}
-
-    def kernels(self) -> list[LaunchedKernel]:
-        return list(self._launched.values())
 
 
 FRAME = pd.DataFrame({"key": range(2000), "value": 0.5})
@@ -108,10 +73,10 @@ def replies(client: Client) -> list[dict[str, Any]]:
     return [dict(reply.overlap) for reply in dask_gpurt.report(client).workers.values()]
 
 
-def launches(dask_worker: Any) -> tuple[bool, int, dict[str | int, int]]:
-    """Return whether caps apply, that of all kernels, and those of single ones."""
+def launches(dask_worker: Any) -> tuple[bool, Any]:
+    """Return whether caps apply, and what was written last: the cap of all kernels, and those of some."""
     found = dask_worker.plugins["gpurt"].overlap.residency._launches
-    return found.on, found.cap, found.caps
+    return found.on, (found.written or [None])[-1]
 
 
 async def begin_run(dask_worker: Any) -> None:
@@ -127,7 +92,7 @@ def test_the_caps_of_the_table_apply_while_a_run_is_in_flight(start: Starting) -
     client = start("calibrated")
     assert not any(on for on, *_ in client.run(launches).values())
     client.run(begin_run)
-    assert set(map(str, client.run(launches).values())) == {str((True, 0, {11: 6, 12: 8}))}
+    assert set(map(str, client.run(launches).values())) == {str((True, (0, {11: 6, 12: 8})))}
     client.run(end_run)
     assert not any(on for on, *_ in client.run(launches).values())
     assert_right(shuffled())
@@ -141,7 +106,7 @@ def test_the_caps_of_the_table_apply_while_a_run_is_in_flight(start: Starting) -
 def test_a_number_caps_all_kernels_and_switching_off_ends_that(start: Starting) -> None:
     client = start(4)
     client.run(begin_run)
-    assert [(one.on, one.cap) for one in Launches.made] == [(True, 4), (True, 4)]
+    assert [(one.on, one.written[-1]) for one in Launches.made] == [(True, (4, {}))] * 2
     dask_gpurt.disable(client)
     assert not any(one.on for one in Launches.made)
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import dask_gpurt
-from benchmarks.common.stalls import WATCHDOG_POLL_S, Watchdog, arm, signalled_stacks
 from benchmarks.common.waiting import describe_scheduler, describe_worker
 from dask_gpurt.memory.admission import FETCH
 from dask_gpurt.memory.disk import CorruptFile
@@ -133,28 +132,3 @@ async def test_a_worker_and_the_scheduler_tell_what_waits(
     assert "('behind', ['hold-1'])" in told["waiting"]
     _events["go on"].set()
     await behind
-
-
-def test_a_watchdog_calls_once_for_each_time_that_nothing_happens() -> None:
-    last, calls, called = [0.0], list[float](), threading.Event()
-
-    def stalled(seconds: float) -> None:
-        calls.append(seconds)
-        called.set()
-
-    with Watchdog(lambda: last[0], 0.01, stalled) as watchdog:
-        assert called.wait(SOON_S)
-        called.clear()
-        last[0] = 1.0  # there was activity, and none since
-        assert called.wait(SOON_S)
-        called.clear()
-        assert not called.wait(3 * WATCHDOG_POLL_S)
-    assert len(calls) == 2
-    assert watchdog.take_lateness() >= 0 == watchdog.take_lateness()
-
-
-def test_a_process_whose_threads_are_all_busy_tells_its_stacks(tmp_path: Any) -> None:
-    import os
-
-    arm(tmp_path)
-    assert "test_a_process_whose_threads" in signalled_stacks(tmp_path, [os.getpid()])[os.getpid()]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 
 @dataclass
@@ -15,12 +13,7 @@ class FakeGpu:
     """
 
     index: int
-    memory: int | None = 141 * 2**30  # None where the GPU shares the host's memory
     node: int | None = None
-
-    @property
-    def uuid(self) -> str:
-        return f"GPU-{self.index}a3f0000-0000-0000-0000-00000000000{self.index}"
 
 
 class FakeNvml:
@@ -42,17 +35,6 @@ class FakeNvml:
         if index >= len(self.gpus):
             raise self.NVMLError("invalid argument")
         return self.gpus[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
-        for gpu in self.gpus:
-            if gpu.uuid == uuid:
-                return gpu
-        raise self.NVMLError("not found")
-
-    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> Any:
-        if handle.memory is None:
-            raise self.NVMLError_NotSupported("Not Supported")
-        return SimpleNamespace(total=handle.memory)
 
     def nvmlDeviceGetNumaNodeId(self, handle: FakeGpu) -> int:
         if handle.node is None:

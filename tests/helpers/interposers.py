@@ -8,13 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from dask_gpurt.overlap.interposer import DeviceLimits
+from dask_gpurt.overlap.interposer import DeviceLimits, LaunchedKernel
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).with_name("interposer")
@@ -26,6 +26,43 @@ COMPILER = shutil.which("cc")
 #: Devices of the fake driver: an H200, and a GPU of compute capability 8.6.
 H200 = DeviceLimits(132, 32, 2048, 65536, 233472, 1024, 232448)
 SMALL = DeviceLimits(84, 16, 1536, 65536, 102400, 1024, 101376)
+
+
+class Launches:
+    """Fake the launches of a process: what is written, and what is launched while it is switched on."""
+
+    #: All that were made since the list was cleared.
+    made: ClassVar[list[Launches]] = []
+
+    def __init__(self, limits: DeviceLimits | None = H200):
+        self.made.append(self)
+        self.on, self._limits = False, limits
+        #: The cap of all kernels, and those of single ones.
+        self.written: list[tuple[int, dict[str | int, int]]] = []
+        self._launched: dict[int, LaunchedKernel] = {}
+
+    def launch(self, name: str) -> None:
+        """Launch a kernel."""
+        if self.on:
+            id = hash(name)
+            before = self._launched[id].launches if id in self._launched else 0
+            self._launched[id] = LaunchedKernel(name, 32, 0, before + 1, 0, False, id)
+
+    def switch(self, on: bool) -> None:
+        self.on = on
+
+    def write(self, default: int, kernels: Mapping[str | int, int]) -> None:
+        self.written.append((default, dict(kernels)))
+
+    def limits(self, device: int) -> DeviceLimits | None:
+        return self._limits
+
+    def counters(self) -> dict[str, int]:
+        return {"seen": 0}
+
+    def kernels(self) -> list[LaunchedKernel]:
+        return list(self._launched.values())
+
 
 needs_compiler = pytest.mark.skipif(
     COMPILER is None or sys.platform != "linux", reason="there is no C compiler for Linux"
@@ -145,11 +182,10 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the package twice, with and without the interposer."""
+    """Copy the package, and build its interposer."""
     folder = tmp_path_factory.mktemp("packages")
-    for name in ("built", "bare"):
-        ignored = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(ROOT / "dask_gpurt", folder / name / "dask_gpurt", ignore=ignored)
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "dask_gpurt", folder / "built" / "dask_gpurt", ignore=ignored)
     build_interposer(folder / "built" / "dask_gpurt" / "overlap")
     compile_c(folder / "second.so", SOURCES / "second.c", flags=("-shared", "-fPIC"))
     (folder / "script.py").write_text(SCRIPT)

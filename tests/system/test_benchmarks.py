@@ -71,23 +71,6 @@ def measured(module: str, folder: Path, *options: str, timeout: int = 240) -> di
 
 
 @pytest.mark.nightly
-def test_ways_take_turns_on_their_clusters(tmp_path: Path) -> None:
-    ways = ["default", "two-at-once", "two-workers"]
-    options = ["--ways", ",".join(ways), "--queries", "12", "--repeat", "2"]
-    options += ["--pipeline", "1MiB", "--partitions", "4", "--workers", "1"]
-    found = measured("benchmarks.tpch.live", tmp_path, *options)
-    cases = ["pipeline", "ten shuffles", "ten computations", "careful 12"]
-    for way in ways:
-        assert {case: len(seconds) for case, seconds in found["seconds"][way].items()} == dict.fromkeys(
-            cases, 2
-        )
-        assert found["sums"][way]["careful"]["thread_seconds"] > 0
-    assert found["ratios"].keys() == set(ways[1:])
-    for of in found["ratios"].values():
-        assert of["careful"]["low"] <= of["careful"]["ratio"] <= of["careful"]["high"]
-
-
-@pytest.mark.nightly
 def test_the_command_measures_and_checks_all_contenders(tmp_path: Path) -> None:
     options = ["--queries", "3,6", "--backend", "pandas", "--repeat", "1"]
     results = measured("benchmarks.tpch", tmp_path, *options)
@@ -112,12 +95,3 @@ def test_all_styles_have_duckdbs_results_with_each_method(tmp_path: Path) -> Non
     options = ["--style", "all", "--backend", "pandas", "--repeat", "0"]
     figures = measured("benchmarks.tpch", tmp_path, *options, timeout=1100)["figures"]
     assert len(figures) == 3 * len(STYLES) * len(QUERIES)
-
-
-@pytest.mark.nightly
-def test_each_query_is_timed_in_a_new_process(tmp_path: Path) -> None:
-    options = ["--queries", "6,22", "--style", "columns", "--fresh", "--backend", "pandas", "--repeat", "1"]
-    options += ["--contenders", "gpurt,gpurt-flag"]
-    figures = measured("benchmarks.tpch", tmp_path, *options)["figures"]
-    found = {(each["query"], each["contender"]): (len(each["first"]), each["warm"]["n"]) for each in figures}
-    assert found == dict.fromkeys(itertools.product([6, 22], ["gpurt", "gpurt-flag"]), (1, 1))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import json
-import os
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -16,19 +12,16 @@ import pytest
 from click.testing import CliRunner, Result
 from dask._expr import SingletonExpr
 from distributed import Worker
-from distributed.comm.core import CommClosedError
-from distributed.core import Status
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
 from benchmarks.chaos import FAULTS, OPERATIONS, Plan
-from benchmarks.chaos.cluster import restart_given_up
 from benchmarks.chaos.command import chaos as command
 from benchmarks.chaos.faults import MESSAGES
 from benchmarks.chaos.leftovers import Probe, growth, of_probes, of_threads
 from benchmarks.chaos.operation import difference
-from benchmarks.chaos.worker_side import OF_THE_RUNTIME, ChaosWorkerPlugin, FullFileSystem
+from benchmarks.chaos.worker_side import OF_THE_RUNTIME
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange
 from tests.helpers.in_process import gen_client_cluster
@@ -104,56 +97,6 @@ def test_memory_that_grows_is_told() -> None:
 # ---- faults in a process -------------------------------------------------------------
 
 
-def test_only_the_full_file_system_is_full(tmp_path: Path) -> None:
-    full = FullFileSystem(str(tmp_path / "full"))
-    (tmp_path / "full").mkdir()
-    try:
-        for name, fails in (("full", True), ("other", False)):
-            fd = os.open(tmp_path / name / "file" if fails else tmp_path / name, os.O_CREAT | os.O_WRONLY)
-            if fails:
-                with pytest.raises(OSError, match="injected") as caught:
-                    os.write(fd, b"x")
-                assert caught.value.errno == errno.ENOSPC
-            else:
-                assert os.write(fd, b"x") == 1
-            os.close(fd)
-    finally:
-        full.stop()
-    assert full.hits == 1
-    (tmp_path / "full" / "file").write_bytes(b"x")
-
-
-@gen_client_cluster()
-async def test_messages_between_workers_are_repeated_reset_and_left_alone(
-    c: Any, s: Any, a: Worker, b: Worker
-) -> None:
-    heard: list[int] = []
-    b.handlers["gpurt_release"] = lambda number: heard.append(number)
-    b.handlers["gpurt_drain"] = lambda number: heard.append(number)
-    plugin = ChaosWorkerPlugin()
-    await c.register_plugin(plugin)
-    plugin = a.plugins[plugin.name]
-    options = {"op": "gpurt_release", "seed": 1, "seconds": 0.0}
-
-    plugin.begin(1, "messages", {"action": "repeat", **options})
-    await a.rpc(b.address).gpurt_release(number=1)
-    while len(heard) < 2:
-        await asyncio.sleep(0.01)
-    await a.rpc(b.address).gpurt_drain(number=2)
-    assert heard == [1, 1, 2]
-    assert plugin.stop(1) == 1
-
-    plugin.begin(2, "messages", {"action": "reset", **options})
-    with pytest.raises(CommClosedError, match="injected"):
-        await a.rpc(b.address).gpurt_release(number=3)
-    assert plugin.stop(2) == 1
-
-    await a.rpc(b.address).gpurt_release(number=4)
-    assert heard[-1] == 4
-    await c.unregister_worker_plugin(plugin.name)
-    assert a.rpc is plugin.rpc.pool
-
-
 @gen_client_cluster()
 async def test_the_parts_that_faults_wrap_exist(c: Any, s: Any, a: Worker, b: Worker) -> None:
     """A fault that patches a renamed function of the runtime would never occur, and test nothing."""
@@ -179,25 +122,6 @@ async def test_the_parts_that_faults_wrap_exist(c: Any, s: Any, a: Worker, b: Wo
     failing.stop()
     assert "gather" not in vars(device)
     await dask_gpurt.disable(c)
-
-
-def test_workers_whose_nannies_have_given_up_are_started_anew() -> None:
-    started: list[str] = []
-
-    class Cluster:
-        worker_spec = dict.fromkeys("ab")
-        workers = {"a": SimpleNamespace(status=Status.running), "b": SimpleNamespace(status=Status.closed)}
-
-        async def _correct_state(self) -> None:
-            started.extend(self.worker_spec.keys() - self.workers.keys())
-
-        def sync(self, function: Any) -> None:
-            asyncio.run(function())
-
-    assert restart_given_up(Cluster()) == 1
-    assert started == ["b"]
-    Cluster.workers |= {name: SimpleNamespace(status=Status.starting) for name in started}
-    assert restart_given_up(Cluster()) == 0
 
 
 # ---- the command ---------------------------------------------------------------------

@@ -95,16 +95,3 @@ def test_tables_are_read_joined_grouped_and_written(
     after = counters(client)
     assert after["shuffle.runs"] > before.get("shuffle.runs", 0)
     assert after["reads.aside"] > before.get("reads.aside", 0), "no task computed while another one read"
-
-
-def test_a_file_is_replaced_between_two_programs(
-    client: Client, options: dict[str, Any], bucket: str, parts: list[pd.DataFrame]
-) -> None:
-    pd.testing.assert_frame_equal(
-        sums(options, bucket).compute().sort_index(), expected(parts), check_index_type=False
-    )
-    parts[0] = part(100, ROWS + 1_000)
-    put(options, f"{bucket}/left/0.parquet", parts[0])
-    pd.testing.assert_frame_equal(
-        sums(options, bucket).compute().sort_index(), expected(parts), check_index_type=False
-    )

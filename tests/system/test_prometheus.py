@@ -20,8 +20,7 @@ import pytest
 from distributed import Client, wait
 
 from dask_gpurt.observe import Fallback
-from dask_gpurt.observe.metrics import METRICS, READINGS, Server
-from tests.helpers.clusters import cluster, counters
+from tests.helpers.clusters import cluster
 from tests.helpers.commands import started
 from tests.helpers.grafana import expressions
 from tests.helpers.waiting import until
@@ -132,50 +131,6 @@ def test_each_expression_of_the_dashboard_has_values(scraped: tuple[Prometheus, 
         lambda: all(prometheus.values(one) for one in asked),
         lambda: [one for one in asked if not prometheus.values(one)],
     )
-
-
-def test_each_metric_has_the_type_of_its_table(scraped: tuple[Prometheus, Client]) -> None:
-    prometheus, _ = scraped
-    declared = {
-        metric.family(server): (str(metric.kind), metric.help)
-        for metric in (*METRICS.values(), *READINGS.values())
-        for server in metric.servers
-        if server is not Server.CLIENT
-    }
-    found = {
-        name: (known[0]["type"], known[0]["help"])
-        for name, known in prometheus.get("metadata").items()
-        if "_gpurt_" in name
-    }
-    assert len(found) > 40
-    assert found == {name: declared[name] for name in found}
-
-
-@pytest.mark.parametrize(
-    ("expression", "name"),
-    [
-        ("sum(dask_worker_gpurt_shuffle_rows_total)", "shuffle.rows"),
-        ('sum(dask_worker_gpurt_exchange_shards_total{path="local"})', "exchange.shards.local"),
-        (
-            'sum(dask_worker_gpurt_exchange_bytes_total{path="shared-memory", peer="same-host"})',
-            "exchange.bytes.shared-memory",
-        ),
-        (
-            'sum(dask_worker_gpurt_spill_bytes_total{from="device", to="disk"})',
-            "memory.spill.bytes.device.disk",
-        ),
-        ("sum(dask_scheduler_gpurt_shuffle_runs_total)", "shuffle.runs"),
-    ],
-)
-def test_prometheus_counts_as_reports_do(
-    scraped: tuple[Prometheus, Client], expression: str, name: str
-) -> None:
-    prometheus, client = scraped
-
-    def both() -> tuple[list[float], list[float]]:
-        return prometheus.values(expression), [counters(client)[name]]
-
-    until(lambda: len(set(map(tuple, both()))) == 1, both)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool on the PATH")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.common.waiting import waiting
 from dask_gpurt.config import ConfigError, Size
 from dask_gpurt.device import NoMemoryForPool, Pool
 from dask_gpurt.device.host import HostPool
@@ -139,16 +137,3 @@ def test_what_a_share_may_read_goes_with_it() -> None:
     outbox.drop_shares(RUN, {7})
     assert outbox.readings() == []
     assert outbox.retained == outbox.pool.used == 4 * KIB
-
-
-# ---- what waits is told ------------------------------------------------------------------------------
-
-
-def test_published_shards_count_for_each_owner_that_may_read_them(pools: Pools) -> None:
-    outbox = pools.outbox("host")
-    blocks = [outbox.allocate(KIB) for _ in range(2)]
-    shards = [outbox.publish(RUN, 0, "one", [block]) for block in blocks]
-    outbox.publish_again(shards[:1], 1, "two")
-    told = waiting(SimpleNamespace(exchange=SimpleNamespace(pools=pools)))
-    assert "0 producers wait for room, 2048 B of 1048576 used" in told["room"]
-    assert "released by {'one': 2, 'two': 1}, of {'a shuffle[1]': 2}" in told["room"]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.overlap.interposer import CapError, Caps, DeviceLimits, LaunchedKernel, Residency
+from dask_gpurt.overlap.interposer import CapError, Caps, DeviceLimits, Residency
 from tests.helpers.interposer.sm_model import residency, shared_for
-from tests.helpers.interposers import H200, SMALL
+from tests.helpers.interposers import H200, SMALL, Launches
 
 
 @pytest.mark.parametrize(
@@ -57,30 +57,6 @@ def test_shared_memory_for_a_cap_gives_that_cap_where_more_would_fit(
     # It is the minimum: with one unit less, one more block fits.
     assert limits.shared // (shared + limits.reserved - 128) > cap
     assert shared <= limits.opt_in
-
-
-class Launches:
-    """Record what is written."""
-
-    def __init__(self, limits: DeviceLimits | None = H200):
-        self.on = False
-        self.written: list[tuple[int, dict[str | int, int]]] = []
-        self._limits = limits
-
-    def switch(self, on: bool) -> None:
-        self.on = on
-
-    def write(self, default: int, kernels: Mapping[str | int, int]) -> None:
-        self.written.append((default, dict(kernels)))
-
-    def limits(self, device: int) -> DeviceLimits | None:
-        return self._limits
-
-    def counters(self) -> dict[str, int]:
-        return {"seen": 0}
-
-    def kernels(self) -> list[LaunchedKernel]:
-        return []
 
 
 def test_caps_are_written_once_and_then_only_switched() -> None:
