@@ -131,24 +131,6 @@ def unknown() -> Any:
     return dd.from_map(categorical, range(PARTITIONS), meta=clear_known_categories(categorical(0).iloc[:0]))
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: unknown().shuffle("kind", npartitions=PARTITIONS),
-        lambda: unknown().shuffle("kind", npartitions=PARTITIONS, ignore_index=True),
-        lambda: unknown().merge(unknown(), on="kind"),
-    ],
-    ids=["shuffle", "without an index", "join"],
-)
-def test_outputs_without_rows_have_the_categories_of_the_data(
-    client: Client, build: Callable[[], Any]
-) -> None:
-    found = partitions(build().persist())
-    assert {len(part) for part in found} >= {0}
-    for part in found:
-        assert list(part.kind.cat.categories) == ["b", "a"]
-
-
 def test_outputs_without_rows_have_the_categories_of_files(client: Client, tmp_path: Path) -> None:
     """Arrow's meta of a dictionary has no categories, which count as known."""
     dd.from_pandas(categorical(0).assign(same=1), npartitions=2).to_parquet(tmp_path / "table")

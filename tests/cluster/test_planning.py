@@ -113,22 +113,6 @@ def test_computations_have_fewer_tasks_and_the_same_results(path: Path) -> None:
         assert tasks(client) >= unfused
 
 
-def test_that_every_way_to_compute_gives_the_same(client: Client, library: Library, path: Path) -> None:
-    with dask.config.set({"dataframe.backend": library.name}):
-        table = dd.read_parquet(path)
-        frame = table[table.small > 0]
-        total, largest = (frame.ratio * 3).sum(), frame.key.max()
-        numbers = [number for number in range(60) if number % 3]
-        for found in (
-            dask.compute(total, largest),
-            client.gather(client.compute([total, largest])),
-            dask.compute(total, largest, scheduler="sync"),
-        ):
-            assert list(found) == [pytest.approx(sum(numbers)), 4]
-        persisted = (frame.ratio * 3).persist()
-        assert (persisted + 1).sum().compute() == pytest.approx(sum(numbers) + len(numbers))
-
-
 def test_collections_are_published_sent_and_pickled(client: Client, path: Path) -> None:
     """Each is pickled with the function that makes collections, which the planner has replaced."""
     rows = dd.read_parquet(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import decimal
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, wait
+from distributed import Client
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -270,14 +269,6 @@ def test_nested_columns_on_cudf(kind: str, client: Client, library: Library) -> 
         assert canonical(mine).astype(str).equals(canonical(other).astype(str))
 
 
-def test_empty_partitions_and_empty_frames(client: Client, library: Library) -> None:
-    frames = flights(5)
-    some = [frame.iloc[:0] if i % 2 else frame for i, frame in enumerate(frames)]
-    none = [frame.iloc[:0] for frame in frames]
-    for inputs in (some, none):
-        assert_like_tasks(client, library, SHUFFLES["column"], inputs, in_order=False)
-
-
 def test_multi_index_and_odd_labels(client: Client, library: Library) -> None:
     frames = [f.set_index(["key", "name"]) for f in flights(4)]
     assert_like_tasks(client, library, SHUFFLES["null keys"], frames, in_order=library.name == "pandas")
@@ -308,31 +299,6 @@ def test_outputs_that_are_not_wanted_are_not_moved(client: Client, library: Libr
     assert_like_tasks(
         client, library, lambda df: df.merge(df, on="id").partitions[2], inputs, in_order=False, index=False
     )
-
-
-def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Library) -> None:
-    df = library.collection(flights(6))
-    wait(df)
-
-    def tasks() -> dict[str, int]:
-        names = client.run_on_scheduler(
-            lambda dask_scheduler: [t.prefix.name for t in dask_scheduler.tasks.values()]
-        )
-        return dict(Counter(names))
-
-    before = tasks()
-    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
-        out = df.shuffle("key", npartitions=9).persist()
-    wait(out)
-    # Dask adds an alias for each persisted input, whatever the method.
-    aliases = df.npartitions
-    new = {
-        name: count - before.get(name, 0) for name, count in tasks().items() if count > before.get(name, 0)
-    }
-    assert new.pop("shuffle-transfer") == 6
-    assert new.pop("shuffle-barrier") == 1
-    assert new.pop("gpurtshuffle") == 9
-    assert sum(new.values()) <= aliases
 
 
 def test_an_argument_is_taken_over_only_where_all_are(client: Client) -> None:

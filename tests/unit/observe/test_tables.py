@@ -105,13 +105,6 @@ def test_completion_shows_the_functions() -> None:
 
 PACKAGE = Path(dask_gpurt.__file__).parent
 
-SAYS = """
-import logging
-import distributed
-for name in ("dask_gpurt.memory.disk", "dask_gpurt.worker.plugin", "dask_gpurt.shuffle.run"):
-    logging.getLogger(name).info("said by %s", name)
-"""
-
 
 def test_the_logger_of_a_module_has_its_name() -> None:
     found = {}
@@ -133,20 +126,6 @@ def test_a_fallback_is_logged_by_its_room(fallback: Fallback, caplog: pytest.Log
     (record,) = caplog.records
     assert record.name == f"dask_gpurt.{fallback.room}"
     assert (PACKAGE / fallback.room.replace(".", "/")).is_dir()
-
-
-def test_the_section_logging_of_dask_selects_rooms(tmp_path: Path) -> None:
-    chosen = "logging:\n  dask_gpurt: warning\n  dask_gpurt.memory: info\n"
-    (tmp_path / "dask.yaml").write_text(chosen)
-    done = subprocess.run(
-        [sys.executable, "-c", SAYS],
-        env={"DASK_CONFIG": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    said = [line.partition("said by ")[2] for line in done.stderr.splitlines() if "said by " in line]
-    assert said == ["dask_gpurt.memory.disk"]
 
 
 LINE = r"[-0-9]{10} [:,0-9]{12} - dask_gpurt.memory.disk - WARNING - said\n"
