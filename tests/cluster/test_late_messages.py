@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,20 @@ from tests.helpers import commands
 from tests.helpers.in_process import active, gen_client_cluster, on_plain_cluster
 from tests.helpers.switching import Gate, another, begun
 
+Quiet = Callable[[], AbstractContextManager[None]]
 
-@contextmanager
-def without_warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    caplog.clear()
-    yield
-    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Quiet:
+    """Assert that the body of a context logs no warning."""
+
+    @contextmanager
+    def without_warnings() -> Iterator[None]:
+        caplog.clear()
+        yield
+        assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+    return without_warnings
 
 
 def ours(handlers: Any) -> list[str]:
@@ -81,21 +89,16 @@ def stops_on(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @on_plain_cluster()
 async def test_peers_and_the_scheduler_call_a_worker_that_is_off(
-    client: Any,
-    scheduler: Any,
-    a: Any,
-    b: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch, quiet: Quiet
 ) -> None:
     left, gate = Left(monkeypatch), stops_on(b, monkeypatch)
     await dask_gpurt.enable(client)
     names, peer = ours(a.handlers), b.plugins["gpurt"].exchange.calls
-    with without_warnings(caplog):
+    with quiet():
         off = await begun(dask_gpurt.disable(client))
         with gate.open_in_the_end():
             await asyncio.gather(gate.reached.wait(), left.by(a.address).wait())
-            with without_warnings(caplog):
+            with quiet():
                 for name in names:
                     assert await peer.call(a.address, name, check=never) is None
             stream = scheduler.stream_comms[a.address]
@@ -113,13 +116,13 @@ async def test_peers_and_the_scheduler_call_a_worker_that_is_off(
 
 @on_plain_cluster()
 async def test_workers_call_the_scheduler_once_all_are_off(
-    client: Any, scheduler: Any, a: Any, b: Any, caplog: pytest.LogCaptureFixture
+    client: Any, scheduler: Any, a: Any, b: Any, quiet: Quiet
 ) -> None:
     """As a worker does that was silent when the runtime was switched off."""
     await dask_gpurt.enable(client)
     calls, operations = ours(scheduler.handlers), ours(scheduler.stream_handlers)
     await dask_gpurt.disable(client)
-    with without_warnings(caplog):
+    with quiet():
         for name in calls:
             assert await getattr(b.scheduler, name)() is None
         for name in operations:
@@ -131,17 +134,12 @@ async def test_workers_call_the_scheduler_once_all_are_off(
 
 @on_plain_cluster()
 async def test_a_second_client_that_switches_off_returns_as_late_as_the_first(
-    client: Any,
-    scheduler: Any,
-    a: Any,
-    b: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch, quiet: Quiet
 ) -> None:
     gate = stops_on(b, monkeypatch)
     await dask_gpurt.enable(client)
     async with another(scheduler) as other:
-        with without_warnings(caplog), gate.open_in_the_end():
+        with quiet(), gate.open_in_the_end():
             off = await begun(dask_gpurt.disable(client))
             await gate.reached.wait()
             also_off = await begun(dask_gpurt.disable(other))
@@ -152,12 +150,7 @@ async def test_a_second_client_that_switches_off_returns_as_late_as_the_first(
 
 @on_plain_cluster()
 async def test_the_scheduler_still_asks_workers_when_all_are_off(
-    client: Any,
-    scheduler: Any,
-    a: Any,
-    b: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch, quiet: Quiet
 ) -> None:
     """Switching off does not wait for a report of a worker that does not answer."""
     left, gate = Left(monkeypatch), Gate()
@@ -174,7 +167,7 @@ async def test_the_scheduler_still_asks_workers_when_all_are_off(
     await gate.reached.wait()
     a.handlers["gpurt_report"] = report
     off = asyncio.ensure_future(dask_gpurt.disable(client))
-    with gate.open_in_the_end(), without_warnings(caplog):
+    with gate.open_in_the_end(), quiet():
         await asyncio.gather(left.by(a.address).wait(), left.by(b.address).wait())
         await off
     assert (await reporting).workers.keys() == {a.address, b.address}
@@ -182,19 +175,14 @@ async def test_the_scheduler_still_asks_workers_when_all_are_off(
 
 @on_plain_cluster()
 async def test_another_client_has_switched_it_off_already(
-    client: Any,
-    scheduler: Any,
-    a: Any,
-    b: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch, quiet: Quiet
 ) -> None:
     """It was on when this client asked."""
 
     async def was_on(client: Any) -> bool:
         return True
 
-    with without_warnings(caplog), monkeypatch.context() as patch:
+    with quiet(), monkeypatch.context() as patch:
         patch.setattr(session, "is_on_cluster", was_on)
         await dask_gpurt.disable(client)
 

