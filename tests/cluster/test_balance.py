@@ -118,3 +118,20 @@ async def test_both_sides_of_a_join_move_together(client: Any, scheduler: Any, *
     assert max(rows.values()) < 0.34 * sum(rows.values())
     assert_same(await client.compute(out), joined())
     del out
+
+
+# ---- where outputs stay ----------------------------------------------------------------
+
+
+@on_cluster(workers=4)
+async def test_outputs_stay_whose_shards_are_gone(
+    client: Any, scheduler: Any, *workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moving them would mean to transfer all inputs again."""
+    for worker in workers:
+        box = worker.plugins["gpurt"].exchange.pools.known("host")
+        monkeypatch.setattr(box, "has_all", lambda run: False)
+    out = persisted(client, lambda: left().shuffle("key"))
+    await wait(out)
+    assert not counted(scheduler, MOVED)
+    del out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -282,6 +283,28 @@ async def test_tasks_take_turns_until_they_have_ended_when_it_is_switched_off(
     await until(lambda: len(pool._threads) == pool._max_workers == 1)
     assert "submit" not in vars(pool)
     assert await client.submit(sum, [1, 2]) == 3
+
+
+@gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE)
+async def test_a_task_that_waits_for_its_turn_does_not_run_when_its_worker_closes(
+    client: Any, scheduler: Any, worker: Any, files: str
+) -> None:
+    await dask_gpurt.enable(client)
+    turns, total = reads(worker).turns, dd.read_parquet(files).partitions[0].a.sum()
+    GATE.close()
+    future = client.compute(total)
+    await has_begun_aside(worker)
+    other = client.submit(noting, 1, "other")
+    await until(lambda: bool(turns.waiting))
+    closing = asyncio.ensure_future(worker.close(executor_wait=False))
+    await until(lambda: not turns.waiting)
+    assert not event("other").is_set()
+    GATE.open()
+    await closing
+    assert not event("other").is_set()
+    assert not future.done()
+    assert not other.done()
+    await dask_gpurt.disable(client)
 
 
 @on_reading_cluster(workers=1, **{"distributed.worker.memory.pause": False})
