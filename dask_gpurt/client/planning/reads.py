@@ -280,10 +280,14 @@ def _files_of(read: Any) -> list[str]:
     return [wrapper.fragment.path for wrapper in facts["fragments"]]
 
 
+def local_reads(plan: Expr) -> Iterator[Any]:
+    """Yield Dask's reads of files on file systems of this host."""
+    return (read for read in map(read_of, plan.walk()) if read is not None and is_local(read))
+
+
 def local_files(expr: Expr) -> list[str]:
     """Return all files on file systems of this host that an expression reads."""
-    reads = (read for read in map(read_of, expr.walk()) if read is not None and is_local(read))
-    return sorted({path for read in reads for path in files_of(read)})
+    return sorted({path for read in local_reads(expr) for path in files_of(read)})
 
 
 class CodedRead(FusedIO):

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
+from dask_gpurt.client.planning import reads
 from dask_gpurt.client.planning.footers import (
     Column,
     ColumnType,
@@ -27,18 +28,6 @@ from dask_gpurt.client.planning.footers import (
     state_of,
 )
 from dask_gpurt.client.planning.operations import Columns, is_of_pandas
-from dask_gpurt.client.planning.reads import (
-    CheckedRead,
-    exact_columns,
-    files_of,
-    files_of_partitions,
-    is_integer,
-    is_local,
-    needed_columns,
-    read_of,
-    share_of_files,
-    tells_files,
-)
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 
 #: The most files of a table whose footers are read for the ranges of a column, each in about 0.3 ms.
@@ -115,22 +104,6 @@ def _is_within(found: Range | None, assumed: Range) -> bool:
     return assumed[0] <= found[0] and found[1] <= assumed[1]
 
 
-def _local_reads(plan: Expr) -> Iterator[Any]:
-    reads = (read for read in map(read_of, plan.walk()) if read is not None)
-    return (read for read in reads if is_local(read))
-
-
-class Independence(NamedTuple):
-    """Hold on what of its tables a plan relies so that its result does not depend on partitions.
-
-    ``plan``: the plan, which relies on the dtypes of all of its tables.
-    ``without_nulls``: whether it also relies on columns of times and strings that have no nulls.
-    """
-
-    plan: Expr
-    without_nulls: bool
-
-
 @dataclass
 class _Relied:
     """Hold on what of a table a plan relies: that columns have no nulls, and the ranges of keys."""
@@ -160,24 +133,24 @@ class TableFacts:
 
         A file counts in part if only some of its partitions are read. None if a column is not known.
         """
-        files = files_of(read)
+        files = reads.files_of(read)
         sizes = []
         for at in sorted({0, len(files) // 2, len(files) - 1}) if files else ():
             columns = [self.footer(files[at]).sizes_of(name) for name in read.columns]
             if None in columns:
                 return None
             sizes.append([each for column in columns for each in column or ()])
-        return len(files) * share_of_files(read), sizes
+        return len(files) * reads.share_of_files(read), sizes
 
     def values(self, read: Any, column: Hashable) -> Values | None:
         """Estimate the values of a column of a read, from up to three of its files; None if unknown."""
-        files = files_of(read) if is_local(read) else []
+        files = reads.files_of(read) if reads.is_local(read) else []
         chosen = {files[at] for at in (0, len(files) // 2, len(files) - 1)} if files else set()
         found = [self.footer(path).values_of(column) for path in sorted(chosen)]
         known = [each for each in found if each is not None]
         if not known or len(known) < len(found):
             return None
-        rows = sum(each.rows for each in known) / len(known) * len(files) * share_of_files(read)
+        rows = sum(each.rows for each in known) / len(known) * len(files) * reads.share_of_files(read)
         distinct = max(each.distinct for each in known)
         if distinct > 0.9 * max(each.rows for each in known):  # each value is there once
             distinct = rows
@@ -196,7 +169,7 @@ class TableFacts:
         this reads all footers.
         """
         found: dict[str, Columns] = {}
-        for read in _local_reads(plan):
+        for read in reads.local_reads(plan):
             if (name := name_of(read)) not in self._columns:
                 self._columns[name] = self._columns_of(read)
             if (known := self._columns[name]) is None:
@@ -206,16 +179,16 @@ class TableFacts:
 
     def are_alike(self, read: Any) -> bool:
         """Return whether columns have the same types in all files of a read. This reads all footers."""
-        columns = needed_columns(read)
-        return len({types_in(self.footer(path), columns) for path in files_of(read)}) <= 1
+        columns = reads.needed_columns(read)
+        return len({types_in(self.footer(path), columns) for path in reads.files_of(read)}) <= 1
 
     def _columns_of(self, read: Any) -> Columns | None:
         if not is_of_pandas(read):
             return Columns(frozenset(), frozenset(read.columns))
         if not self.are_alike(read):
             return None
-        footers = [self.footer(path) for path in files_of(read)]
-        exact = exact_columns(read)
+        footers = [self.footer(path) for path in reads.files_of(read)]
+        exact = reads.exact_columns(read)
         varying = {name for name in exact if not all(each.has_one_dtype(name) for each in footers)}
         if varying - set(read.columns):  # of the index
             return None
@@ -229,7 +202,11 @@ class TableFacts:
         file has nulls or is not read as a whole, or that there are more than :data:`MOST_FILES`. Nothing is
         known in object storage, where footers take long to read.
         """
-        files = files_of_partitions(read) if is_integer(read, column) and is_local(read) else None
+        files = (
+            reads.files_of_partitions(read)
+            if reads.is_integer(read, column) and reads.is_local(read)
+            else None
+        )
         if files is None or len(set(files)) != len(files) or len(files) > MOST_FILES:
             yield None
             return
@@ -246,9 +223,9 @@ class TableFacts:
 
         Statistics do not count floats that are NaN, nor times that are NaT, which is the least of numbers.
         """
-        if (files := tuple(files_of(read))) in self._full and column in self._full[files]:
+        if (files := tuple(reads.files_of(read))) in self._full and column in self._full[files]:
             return True
-        if not is_local(read) or not files or len(files) > MOST_FILES or not tells_files(read):
+        if not reads.is_local(read) or not files or len(files) > MOST_FILES or not reads.tells_files(read):
             return False
         for path in files:
             footer = self.footer(path)
@@ -263,8 +240,8 @@ class TableFacts:
 
     def rows_for_each(self, read: Any, columns: list[Hashable]) -> float:
         """Return the rows for each combination of integers in the ranges of columns; 0 if one is unknown."""
-        files = files_of(read)
-        if not is_local(read) or len(files) > MOST_FILES:
+        files = reads.files_of(read)
+        if not reads.is_local(read) or len(files) > MOST_FILES:
             return 0.0
         combinations = 1
         for column in columns:
@@ -275,11 +252,14 @@ class TableFacts:
             combinations *= max(high for _, high in known) - min(low for low, _ in known) + 1
         return sum(self.footer(path).rows for path in files) / combinations
 
-    def rely_on_dtypes(self, known: Independence) -> None:
-        """Note that a plan relies on the dtypes of its tables of pandas that are the same in all files."""
-        for read in _local_reads(known.plan):
+    def rely_on_dtypes(self, plan: Expr, *, without_nulls: bool) -> None:
+        """Note that a plan relies on the dtypes of its tables of pandas that are the same in all files.
+
+        ``without_nulls``: whether it also relies on columns of times and strings that have no nulls.
+        """
+        for read in reads.local_reads(plan):
             if is_of_pandas(read):
-                self._relied_on(read).without_nulls |= known.without_nulls
+                self._relied_on(read).without_nulls |= without_nulls
 
     def rely_on_keys(self, read: Any, *keys: Hashable) -> None:
         """Note that the plan relies on the dtypes of a table, and on the ranges of keys in its files."""
@@ -292,9 +272,9 @@ class TableFacts:
         """Return a plan whose tasks check what it relies on."""
 
         def change(expr: Expr) -> Expr:
-            if (read := read_of(expr)) is None or not is_local(read):
+            if (read := reads.read_of(expr)) is None or not reads.is_local(read):
                 return expr
-            relied, files = self._relied.get(name_of(read)), tuple(files_of(read))
+            relied, files = self._relied.get(name_of(read)), tuple(reads.files_of(read))
             full = tuple(sorted(self._full.get(files, ()), key=str))
             return self._checked(expr, read, relied, full) if relied or full else expr
 
@@ -304,12 +284,12 @@ class TableFacts:
         self, expr: Expr, read: Any, relied: _Relied | None, never_null: tuple[Hashable, ...]
     ) -> Expr:
         keys = tuple(sorted(relied.keys, key=str)) if relied else ()
-        columns, files = needed_columns(read) if relied else (), files_of(read)
+        columns, files = reads.needed_columns(read) if relied else (), reads.files_of(read)
         footers = {path: self.footer(path) for path in files}
         types = types_in(footers[files[0]], columns) if files else ()
         exact = [
             name
-            for name in exact_columns(read)
+            for name in reads.exact_columns(read)
             if relied and all(each.has_one_dtype(name) for each in footers.values())
         ]
         full = [name for name in columns if not any(each.has_nulls(name) for each in footers.values())]
@@ -319,7 +299,7 @@ class TableFacts:
             path: (path, footer.state, tuple(footer.range_of(key) or () for key in keys))
             for path, footer in footers.items()
         }
-        return CheckedRead(expr, checked, assumed, known)  # type: ignore[no-untyped-call]
+        return reads.CheckedRead(expr, checked, assumed, known)  # type: ignore[no-untyped-call]
 
     def footer(self, path: str) -> Footer:
         """Return the footer of a file, as it was when it was first asked for."""

@@ -39,7 +39,7 @@ from dask_gpurt.client.planning.join_order.costs import Costs, Joined, RowEstima
 from dask_gpurt.client.planning.join_order.graph import Building, JoinFinder, JoinGraph, OrderError, Tree
 from dask_gpurt.client.planning.reads import parquet_reads
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import independence_of, numbered
+from dask_gpurt.client.planning.rules.dependence import numbered, rely_on_independence
 from dask_gpurt.client.planning.rules.needed_columns import listed
 from dask_gpurt.client.planning.rules.row_roots import RowRoots
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild_from
@@ -63,14 +63,13 @@ class JoinOrder:
         try:
             if not (orders := self._orders(bare, facts)):
                 return plan
-            known = independence_of(bare, facts.tables)
+            is_same = rely_on_independence(bare, facts.tables)
         except OSError as error:  # a file has gone, which Dask finds out as it reads it
             self._leave(facts, plan, f"since a table cannot be read: {error!r}")
             return plan
-        if known is None:
+        if not is_same:
             self._leave(facts, plan, "since dtypes vary from file to file")
             return plan
-        facts.tables.rely_on_dtypes(known)
         for graph, tree in orders:  # the last joins first: their tables are as they were
             changed = _with(changed, name_of(graph.join), Building(graph).result(tree))
         return changed

@@ -21,6 +21,7 @@ The figure
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from dask.dataframe.dask_expr.io.parquet import ReadParquetFSSpec
 
 from dask_gpurt.client.planning.reads import CodedRead, is_local, read_of
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.needed_columns import listed, users_first
+from dask_gpurt.client.planning.rules.needed_columns import listed, users_of
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.dictionary_reads import reads_all
 from dask_gpurt.dask_hooks.planning import Expr, metadata, name_of, rebuild
@@ -63,7 +64,7 @@ class CodedGroups:
 
     def apply(self, plan: Expr, facts: Facts) -> Expr:
         """Return a plan that groups rows by numbers where that saves looking for keys."""
-        order = users_first(plan)
+        users = users_of(plan.walk())
 
         def change(expr: Any) -> Any:
             physical = expr._lower() if type(expr) is _groupby.GroupbyAggregation else expr
@@ -76,7 +77,7 @@ class CodedGroups:
                 return expr
             frame, words = physical.frame, _strings(physical)
             root = _root(frame, words)
-            coded = _coded(root, words, facts.tables) if _is_own(root, expr, order) else None
+            coded = _coded(root, words, facts.tables) if _is_own(root, expr, users) else None
             if coded is None and words == physical.by and len(words) == 1:
                 facts.note(
                     self, name_of(expr), f"is grouped by its keys, since {words[0]} is read as strings"
@@ -145,17 +146,11 @@ def _root(frame: Any, words: list[Any]) -> Any | None:
     return frame if isinstance(read_of(frame), ReadParquetFSSpec) else None
 
 
-def _is_own(root: Any, groups: Any, order: list[Any]) -> bool:
+def _is_own(root: Any, groups: Any, users: Mapping[str, list[Any]]) -> bool:
     """Return whether only these groups are made of a read, which is read once in any case."""
-    if root is None:
-        return False
     inside = {name_of(expr) for expr in groups.frame.walk()}
-    return not any(
-        name_of(each) in inside
-        for expr in order
-        if name_of(expr) not in inside and name_of(expr) != name_of(groups)
-        for each in expr.dependencies()
-    )
+    using = {name_of(user) for name in inside for user in users.get(name, ())}
+    return root is not None and using <= inside | {name_of(groups)}
 
 
 def _coded(root: Any, words: list[Any], tables: TableFacts) -> Any | None:

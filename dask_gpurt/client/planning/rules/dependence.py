@@ -56,7 +56,7 @@ from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, ParquetRead
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
 from dask_gpurt.client.planning.rules.common_groups import GroupsAtOnce
 from dask_gpurt.client.planning.rules.needed_columns import listed, names_in_join, shared_keys
-from dask_gpurt.client.planning.table_facts import Independence, TableFacts
+from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import bottom_up, in_sequence
 
 #: Operations that leave out rows.
@@ -161,20 +161,20 @@ def independent_part(plan: Expr) -> tuple[Expr, frozenset[str]]:
     return in_sequence(*compress(results, free)), names
 
 
-def independence_of(plan: Expr, facts: TableFacts) -> Independence | None:
-    """Return on what of its tables a plan relies so that its result does not depend on partitions.
+def rely_on_independence(plan: Expr, facts: TableFacts) -> bool:
+    """Return whether the result of a tuned plan is independent of partitions, by what is in its tables.
 
-    ``plan``: a tuned plan.
-    ``facts``: tells which dtypes of the tables vary.
-    Returns None if the result may depend on partitions.
+    If it is, the plan relies on the dtypes of these, and if need be on columns that have no nulls.
     Raises OSError if a file cannot be read.
     """
     if (tables := facts.columns(plan)) is None:
-        return None
+        return False
     with_any_nulls = {name: Columns(columns.varying) for name, columns in tables.items()}
-    if why_dependent(plan, with_any_nulls) is None:
-        return Independence(plan, without_nulls=False)
-    return Independence(plan, without_nulls=True) if why_dependent(plan, tables) is None else None
+    for known in (with_any_nulls, tables):
+        if why_dependent(plan, known) is None:
+            facts.rely_on_dtypes(plan, without_nulls=known is tables)
+            return True
+    return False
 
 
 def _results_of(plan: Expr) -> list[Any]:

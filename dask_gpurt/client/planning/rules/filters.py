@@ -104,7 +104,7 @@ _UNLABELLED = (
     *(_reductions.Any, _reductions.All, _reductions.Prod, _reductions.Var),
 )
 #: The sides of a join on which its result depends row by row, by its kind.
-_KEPT = {"inner": (0, 1), "left": (0,), "right": (1,), "leftsemi": (0,)}
+KEPT = {"inner": (0, 1), "left": (0,), "right": (1,), "leftsemi": (0,)}
 
 
 class Filters:
@@ -273,7 +273,7 @@ class _Plan(RowRoots):
 
     def _below_join(self, join: Any, condition: Any, columns: set[Any]) -> Iterator[Placed]:
         sides, keys, shared = (join.left, join.right), keys_of_join(join), shared_keys(join)
-        if (how := self._how(join)) not in _KEPT or any(
+        if (how := self._how(join)) not in KEPT or any(
             isinstance(key, Expr) for each in keys for key in each
         ):
             raise _LeftError(f"it is a join of kind {how}")
@@ -281,7 +281,7 @@ class _Plan(RowRoots):
             raise _LeftError("a side has several columns of one name")
         found = False
         for at, names in enumerate(names_in_join(join)):
-            if at not in _KEPT[how] or not columns <= names.keys() & {*join.columns}:
+            if at not in KEPT[how] or not columns <= names.keys() & {*join.columns}:
                 continue
             if _dtypes_differ(join, sides[at], {name: names[name] for name in columns}):
                 raise _LeftError("keys of its sides have other dtypes")
@@ -366,7 +366,7 @@ class _Plan(RowRoots):
         if type(origin) is not Merge:
             return (read := read_of(origin)) is not None and self._tables.is_full(read, name)
         sides = zip((origin.left, origin.right), names_in_join(origin), strict=True)
-        kept = [side for at, side in enumerate(sides) if at in _KEPT.get(origin.how, ())]
+        kept = [side for at, side in enumerate(sides) if at in KEPT.get(origin.how, ())]
         return any(name in names and self._is_full(side, names[name]) for side, names in kept)
 
     def _check_numbers(self, root: Any, *, are_results: bool) -> None:

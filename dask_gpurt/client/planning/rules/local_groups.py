@@ -37,7 +37,7 @@ from dask.dataframe.dask_expr._repartition import Repartition
 from dask_gpurt.client.planning.operations import are_alike, is_on_rows
 from dask_gpurt.client.planning.reads import parquet_reads, read_of
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import independence_of, joins_columns
+from dask_gpurt.client.planning.rules.dependence import joins_columns, rely_on_independence
 from dask_gpurt.client.planning.rules.needed_columns import origin_of
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import bottom_up, name_of, rebuild_from
@@ -70,7 +70,7 @@ class LocalGroups:
                 return plan
             # The rest of the plan has to be the same with groups in several partitions, also by Dask.
             by_dask = groups.replaced({name: in_parts(groups.joined[name]) for name in local})
-            known = [independence_of(each, facts.tables) for each in (bare, by_dask)]
+            is_same = all(rely_on_independence(each, facts.tables) for each in (bare, by_dask))
         except (
             OSError,  # a file has gone, which Dask finds out as it reads it
             KeyError,  # Dask cannot follow a note of how rows are divided through a renaming
@@ -78,11 +78,9 @@ class LocalGroups:
         ) as error:
             facts.note(self, name_of(plan), f"has its groups as Dask makes them: {error!r}")
             return plan
-        if None in known:
+        if not is_same:
             facts.note(self, name_of(plan), "has its groups as Dask makes them, since dtypes vary")
             return plan
-        for each in filter(None, known):
-            facts.tables.rely_on_dtypes(each)
         distinct = [name for name in local if keys_of_duplicates(groups.joined[name].frame) is not None]
         for what, names in (("groups", list(local)), ("duplicates", distinct)):
             for name in names:

@@ -32,8 +32,8 @@ from dask.dataframe.dask_expr._merge import Merge
 from dask_gpurt.client.planning.join_order.costs import RowEstimates, UnknownSizeError
 from dask_gpurt.client.planning.operations import dtype_in, is_of_pandas, kind_of
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import independence_of
-from dask_gpurt.client.planning.rules.filters import BY_GROUP
+from dask_gpurt.client.planning.rules.dependence import rely_on_independence
+from dask_gpurt.client.planning.rules.filters import BY_GROUP, KEPT
 from dask_gpurt.client.planning.rules.needed_columns import column_of, dimensions, keys_of_join, names_in_join
 from dask_gpurt.client.planning.rules.row_roots import RowRoots
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild_from, with_operand
@@ -44,10 +44,8 @@ FEW = 0.25
 WORTHWHILE, WORTHWHILE_ON_GPUS = 200_000, 5_000_000
 #: The most groups of a plan whose rows are chosen.
 MOST = 8
-#: The sides of a join whose rows may be left out where the other side has no match, by its kind; and those of
-#: one on the way to it.
+#: The sides of a join whose rows may be left out where the other side has no match, by its kind.
 _SOUGHT = {"inner": (0, 1), "left": (1,), "right": (0,), "leftsemi": (0, 1)}
-_PASSED = {"inner": (0, 1), "left": (0,), "right": (1,), "leftsemi": (0,)}
 
 
 class _Found(NamedTuple):
@@ -75,12 +73,10 @@ class NeededGroups:
         for _ in range(MOST):
             try:
                 found = _Plan(changed, RowEstimates(facts.tables)).needed()
-                known = independence_of(bare, facts.tables) if found else None
+                if found is None or not rely_on_independence(bare, facts.tables):
+                    break
             except OSError:  # a file has gone, which Dask finds out as it reads it
                 return plan
-            if found is None or known is None:
-                break
-            facts.tables.rely_on_dtypes(known)
             facts.note(self, name_of(found.groups), "has only the groups that a join looks for", done=True)
             changed = _with(changed, found)
         if changed is bare:
@@ -147,20 +143,8 @@ class _Plan(RowRoots):
             if has_known_keys(groups) and name in groups.by and self._is_only_for(groups, root):
                 yield groups, name
         elif type(root) is Merge:
-            for at, names in enumerate(names_in_join(root)):
-                if at in _PASSED.get(root.how, ()):
-                    yield from self._led_below(root, at, names, name)
-
-    def _led_below(
-        self, join: Any, at: int, names: dict[Any, Any], name: Hashable
-    ) -> Iterator[tuple[Any, Hashable]]:
-        sides = (join.left, join.right)
-        if name in names and names[name] in sides[at].columns:
-            yield from self._led(join, sides[at], names[name])
-        elif join.how == "inner" and (other := _equal_key(join, at, name)) is not None:
-            yield from self._led(join, sides[at], other)
-        elif join.how == "inner" and (join.left_index, join.right_index)[at] and _is_key(join, 1 - at, name):
-            yield from self._by_index(join, sides[at])
+            for side, below in _passed_on(root, name):
+                yield from self._by_index(root, side) if below is None else self._led(root, side, below)
 
     def _by_index(self, user: Any, frame: Any) -> Iterator[tuple[Any, Hashable]]:
         """Yield the groups whose one key is the index of a frame, if only a join uses these."""
@@ -203,17 +187,24 @@ class _Plan(RowRoots):
         yield frame, column
         root = self.rows[name_of(frame)].root
         name = self._name_in(root, frame, column)
-        if type(root) is not Merge or name is None:
-            return
-        for at, names in enumerate(names_in_join(root)):
-            if at not in _PASSED.get(root.how, ()):
-                continue
-            side = (root.left, root.right)[at]
-            other = names.get(name) if names.get(name) in side.columns else None
-            if other is None and root.how == "inner":
-                other = _equal_key(root, at, name)
-            if other is not None:
-                yield from self._sources(side, other)
+        if type(root) is Merge and name is not None:
+            for side, below in _passed_on(root, name):
+                if below is not None:
+                    yield from self._sources(side, below)
+
+
+def _passed_on(join: Any, name: Hashable) -> Iterator[tuple[Any, Hashable | None]]:
+    """Yield the sides that a join takes rows of, and what has a column's values there; None for the index."""
+    for at, names in enumerate(names_in_join(join)):
+        if at not in KEPT.get(join.how, ()):
+            continue
+        side = (join.left, join.right)[at]
+        if name in names and names[name] in side.columns:
+            yield side, names[name]
+        elif join.how == "inner" and (other := _equal_key(join, at, name)) is not None:
+            yield side, other
+        elif join.how == "inner" and (join.left_index, join.right_index)[at] and _is_key(join, 1 - at, name):
+            yield side, None
 
 
 def _equal_key(join: Any, at: int, name: Hashable) -> Any:

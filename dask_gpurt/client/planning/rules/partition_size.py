@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from dask_gpurt.client.planning.footers import Column
 from dask_gpurt.client.planning.reads import ParquetRead, parquet_reads
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import independence_of, independent_part, labels_shown
+from dask_gpurt.client.planning.rules.dependence import independent_part, labels_shown, rely_on_independence
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 
 #: The most files that are put together, since a task opens one after the other. Dask's own limit is 100.
@@ -107,15 +107,12 @@ class PartitionSize:
             chosen = choose_small(tables, leave, workers=facts.sizes.workers)
             rest = {name: read for name, read in tables.items() if name not in chosen}
             chosen |= choose_partitions(rest, leave, threads=facts.sizes.threads)
-            known = independence_of(plan, facts.tables) if chosen else None
+            if chosen and not rely_on_independence(plan, facts.tables):
+                leave(name_of(plan), "has its reads as Dask makes them, since dtypes vary from file to file")
+                return {}
         except OSError as error:  # Dask finds out as it reads it
             leave(name_of(plan), f"has its reads as Dask makes them: {error!r}")
             return {}
-        if known is None:
-            if chosen:
-                leave(name_of(plan), "has its reads as Dask makes them, since dtypes vary from file to file")
-            return {}
-        facts.tables.rely_on_dtypes(known)
         return chosen
 
 
