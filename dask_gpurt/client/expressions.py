@@ -344,17 +344,17 @@ class GpurtHashJoin(HashJoinP2P):
 class GpurtBlockwiseMerge(BlockwiseMerge):
     """Join aligned partitions, of which one side may be the output of a shuffle through the runtime."""
 
+    merging = staticmethod(merge_aligned)
+
     def _task(self, name: Any, index: int) -> Task:
         task = super()._task(name, index)
-        return Task(name, merge_aligned, *task.args, **task.kwargs)
+        return Task(name, self.merging, *task.args, **task.kwargs)
 
 
-class GpurtSemiMerge(BlockwiseMerge):
+class GpurtSemiMerge(GpurtBlockwiseMerge):
     """Join aligned partitions, or one that others share, of which only the keys of the right side count."""
 
-    def _task(self, name: Any, index: int) -> Task:
-        task = super()._task(name, index)
-        return Task(name, merge_frames, *task.args, **task.kwargs)
+    merging = staticmethod(merge_frames)
 
 
 class GpurtBroadcastSemiJoin(BroadcastJoin):

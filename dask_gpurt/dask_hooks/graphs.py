@@ -104,14 +104,12 @@ class Operation(NamedTuple):
 
 def operation_of(node: GraphNode) -> Operation | None:
     """Return the call that a node makes; None if its function has no name here, or an argument is a task."""
-    if type(node) is not Task or any(map(_is_task, (*node.args, *node.kwargs.values()))):
+    if type(node) is not Task:
+        return None
+    if any(isinstance(each, GraphNode) for each in (*node.args, *node.kwargs.values())):
         return None
     name = _name_of(node)
     return None if name is None else Operation(name, node.func, node.args, node.kwargs)
-
-
-def _is_task(argument: Any) -> bool:
-    return isinstance(argument, GraphNode)
 
 
 def _name_of(node: Task) -> str | None:

@@ -174,16 +174,13 @@ def _written(value: Any, level: int, other: Other) -> str:
     if kind is list or kind is tuple:
         return f"('{kind.__name__}', {_written_items(value, level + 1, other)})"
     if kind is dict:
-        return f"('dict', {_written_items(sorted(value.items(), key=_text_of_key), level + 1, other)})"
+        items = sorted(value.items(), key=lambda item: str(item[0]))
+        return f"('dict', {_written_items(items, level + 1, other)})"
     if kind is MethodType:
         return f"({_written(value.__self__, level + 1, other)}, {value.__name__!r})"
     if kind is partial:
         return _written_items((value.func, value.args, value.keywords), level + 1, other)
     return other(value)
-
-
-def _text_of_key(item: tuple[Any, Any]) -> str:
-    return str(item[0])
 
 
 def token_of_class(kind: type) -> Any:

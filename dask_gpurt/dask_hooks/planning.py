@@ -16,19 +16,11 @@ import dask
 import numpy as np
 import pandas as pd
 from dask._collections import new_collection
-from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence, optimize_until
+from dask._expr import Expr, FinalizeCompute, _ExprSequence, optimize_until
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.backends import detect_entrypoints
 from dask.base import collections_to_expr
-from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._expr import Expr as FrameExpr
-from dask.dataframe.dask_expr._expr import (
-    Fused,
-    Isin,
-    Literal,
-    _DelayedExpr,
-    is_valid_blockwise_op,
-)
+from dask.dataframe.dask_expr import _expr, _shuffle
 from dask.dataframe.dask_expr._groupby import GroupbyAggregationBase, GroupByChunk
 from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
@@ -39,7 +31,6 @@ from dask.dataframe.dask_expr.io.io import FromMap, FusedIO
 from dask.delayed import Delayed
 from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
 from dask.typing import Key
-from dask.utils import methodcaller
 from fsspec.config import conf as fsspec_options
 
 from dask_gpurt.dask_hooks import lighter_tasks, parquet_files
@@ -115,19 +106,9 @@ def reads_more_than_operands(expr: Expr) -> bool:
     return "accessor" in expr._parameters and expr.operand("accessor") not in _ACCESSORS
 
 
-def is_shared(expr: Expr) -> bool:
-    """Return whether Dask shares one instance of equal expressions of this class."""
-    return isinstance(expr, SingletonExpr)
-
-
 def metadata(expr: Expr) -> Any:
     """Return the empty frame that describes the result."""
     return expr._meta
-
-
-def has_metadata(expr: Expr) -> bool:
-    """Return whether the metadata of an expression have been computed, or set."""
-    return "_meta" in vars(expr)
 
 
 def set_metadata(expr: Expr, frame: Any) -> None:
@@ -159,7 +140,7 @@ def shapes_of(plan: Expr) -> tuple[Any, ...]:
     None for dimensions that making the graph does not need, and for what has no divisions.
     """
     return tuple(
-        _shape_of(expr) if isinstance(expr, FrameExpr) else None for expr in bottom_up(plan, _made_of)
+        _shape_of(expr) if isinstance(expr, _expr.Expr) else None for expr in bottom_up(plan, _made_of)
     )
 
 
@@ -167,7 +148,7 @@ def _shape_of(expr: Any) -> tuple[Any, int | None] | None:
     try:
         divisions = expr.divisions
         is_unknown = all(each is None for each in divisions)
-        inputs = (each for each in expr.dependencies() if isinstance(each, FrameExpr))
+        inputs = (each for each in expr.dependencies() if isinstance(each, _expr.Expr))
         # Dask compares them with those of single partitions, which may be for all partitions.
         is_compared = len(divisions) == 2 or any(each.npartitions == 1 for each in inputs)
         return len(divisions) if is_unknown else divisions, expr.ndim if is_compared else None
@@ -215,7 +196,7 @@ def content_of(expr: Expr) -> str | None:
         if not node.dependencies() and not _is_known_input(node):
             return None
         operands = [tokens[name_of(each)] if isinstance(each, Expr) else each for each in operands_of(node)]
-        if type(node) is Isin and isinstance(node.operands[1], _DelayedExpr):
+        if type(node) is _expr.Isin and isinstance(node.operands[1], _expr._DelayedExpr):
             operands[1] = _in_any_order(node.operands[1])
         try:
             token = _tokenize_deterministic(type(node), version_of_files(node), operands)
@@ -226,12 +207,12 @@ def content_of(expr: Expr) -> str | None:
 
 
 def _is_known_input(expr: Expr) -> bool:
-    if isinstance(expr, _DelayedExpr):
+    if isinstance(expr, _expr._DelayedExpr):
         values = deferred_values(expr.operands[0]) or []
         return [name_of(expr)] == [f"delayed-{_tokenize_deterministic(value)}" for value in values]
     if isinstance(expr, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
         return not has_options(expr)
-    return isinstance(expr, Literal)
+    return isinstance(expr, _expr.Literal)
 
 
 def _in_any_order(values: Expr) -> list[Any]:
@@ -240,11 +221,6 @@ def _in_any_order(values: Expr) -> list[Any]:
         (str(found.dtype), sorted(map(repr, found.tolist()))) if isinstance(found, np.ndarray) else found
         for found in deferred_values(values.operands[0]) or ()
     ]
-
-
-def is_method_name(operand: Any) -> bool:
-    """Return whether an operand is ``dask.utils.M.something``, which calls a method by its name."""
-    return type(operand) is methodcaller
 
 
 def is_computation(expr: Expr) -> bool:
@@ -266,7 +242,7 @@ def in_sequence(*results: Expr) -> Expr:
 def is_of_dataframes(plan: Expr) -> bool:
     """Return whether a plan, or each plan of a sequence, is of dataframes."""
     plans = plan.operands if is_sequence(plan) else [plan]
-    return all(isinstance(each, FrameExpr) for each in plans)
+    return all(isinstance(each, _expr.Expr) for each in plans)
 
 
 def measures_partitions(plan: Expr) -> bool:
@@ -287,7 +263,7 @@ def optimise(collection: Any) -> Expr:
 
 def fused_into(expr: Expr) -> Sequence[Expr]:
     """Return the operations that Dask has fused into one, the last one first; none for any other."""
-    parts: Sequence[Expr] = expr.exprs if isinstance(expr, Fused) else ()
+    parts: Sequence[Expr] = expr.exprs if isinstance(expr, _expr.Fused) else ()
     return parts
 
 
@@ -433,7 +409,7 @@ def fuse_blockwise(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
             return found
         inside = set(map(name_of, group))
         outside = [each for part in group for each in part.dependencies() if name_of(each) not in inside]
-        return Fused(group, *outside)
+        return _expr.Fused(group, *outside)
 
     return rebuild_from(plan, fused)
 
@@ -453,8 +429,8 @@ def _groups(plan: Expr) -> dict[str, list[str]]:
         lasts = {name_of(last_of[each]) for each in needed_by.get(name, ())}
         last = last_of[next(iter(lasts))] if len(lasts) == 1 else expr
         if last is not expr and not (
-            is_valid_blockwise_op(expr)
-            and is_valid_blockwise_op(last)
+            _expr.is_valid_blockwise_op(expr)
+            and _expr.is_valid_blockwise_op(last)
             and expr.npartitions == last.npartitions
             and (not isinstance(expr, LastStep) or inputs[name_of(last)] <= {name})
         ):
@@ -478,7 +454,7 @@ def keys_of(plan: Expr) -> list[Any]:
 def graph_of(plan: Expr) -> dict[Key, GraphNode]:
     """Return the tasks of a plan by key."""
     for expr in () if isinstance(plan, PlanWrapper) else plan.walk():  # which may set what is known first
-        for each in expr.exprs if isinstance(expr, Fused) else [expr]:
+        for each in expr.exprs if isinstance(expr, _expr.Fused) else [expr]:
             if is_frame_of_chunks(each):
                 vars(each)["ndim"] = 2
     graph: dict[Key, GraphNode] = convert_legacy_graph(plan.__dask_graph__())

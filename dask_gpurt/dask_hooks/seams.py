@@ -310,7 +310,6 @@ MAKING = SeamGroup(
     ),
     without="planning takes longer",
 )
-#: How a client gets the results of a computation, and the task that puts the partitions of one together.
 #: How a task reads a Parquet file for pandas: which of it is replaced, to read dictionaries.
 DICTIONARY_READS = SeamGroup(
     "dictionaries in files",
@@ -334,6 +333,7 @@ DICTIONARY_READS = SeamGroup(
     ),
     without="the strings of keys are read one by one",
 )
+#: How a client gets the results of a computation, and the task that puts the partitions of one together.
 RESULTS_FOR_CLIENTS = SeamGroup(
     "results for clients",
     (

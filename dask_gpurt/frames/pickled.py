@@ -88,7 +88,8 @@ class Chunks:
         around = _dumps_around(rows, [*whole, *objects])
         if around:
             front = [_dumps_arrays(whole, arrays), around]
-            parts = [_dumps_objects(objects, a, b) if objects else b"" for a, b in pairwise(offsets)]
+            of_parts = ([_between(each, a, b) for each in objects] for a, b in pairwise(offsets))
+            parts = [dumps(each) if each else b"" for each in of_parts]
         else:
             front = [b"", b""]
             parts = [dumps(rows.iloc[a:b]) for a, b in pairwise(offsets)]
@@ -255,10 +256,6 @@ def _out_of_band(arrays: list[memoryview] | None) -> dict[str, Any]:
         return False
 
     return {"protocol": 5, "buffer_callback": stays}
-
-
-def _dumps_objects(values: Sequence[Any], start: int, stop: int) -> bytes:
-    return dumps([_between(each, start, stop) for each in values])
 
 
 def dumps(value: Any) -> bytes:

@@ -112,8 +112,9 @@ def _remade(function: FunctionType, instead: Mapping[str, Any] | None, depth: in
     if depth == 0 or not _only_computes(code):
         raise LookupError(function.__name__)
 
+    steps = list(dis.get_instructions(code))
     # What ``+=`` changes in place may be a list of the program.
-    is_in_place = any(step.argrepr in _IN_PLACE for step in dis.get_instructions(code))
+    is_in_place = any(step.argrepr in _IN_PLACE for step in steps)
 
     def known(name: str, value: Any) -> Any:
         if _is_constant(value, 1 if instead is not None or is_in_place else depth):
@@ -129,17 +130,14 @@ def _remade(function: FunctionType, instead: Mapping[str, Any] | None, depth: in
         )
 
     every = {**vars(builtins), **function.__globals__}
-    names = {name: known(name, every[name]) for name in _globals(code)}
+    used = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    names = {name: known(name, every[name]) for name in used}
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     closure = tuple(CellType(known(name, cell.cell_contents)) for name, cell in cells)
     defaults = function.__defaults__ or ()
     if not all(_is_constant(each, 1) for each in defaults):
         raise LookupError(function.__name__)
     return FunctionType(code, {**names, "__builtins__": {}}, function.__name__, defaults, closure)
-
-
-def _globals(code: CodeType) -> set[str]:
-    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def _only_computes(code: CodeType) -> bool:

@@ -199,7 +199,7 @@ class PlanningCache:
 
     def ask_ahead(self) -> None:
         """Ask libraries on GPUs about frequent operations, in a thread, while the program goes on."""
-        ask_ahead(self._describer.converted, lambda: self._current() is not None)
+        ask_ahead(self._describer.library.converted, lambda: self._current() is not None)
 
     def remove(self) -> None:
         """Restore Dask's planning, and clear all caches."""
@@ -440,7 +440,7 @@ class PlanningCache:
         """Return the answers to questions about operations, kept ones where there are."""
         if (generation := self._generation()) is None:
             return answer([*range(len(questions))])
-        found = [self._metadata.get(generation, each, partial(_given, each)) for each in questions]
+        found = [self._metadata.get(generation, each) for each in questions]
         answers = [each.value for each in found]
         missing = [position for position, each in enumerate(answers) if each is None]
         for position, schema in zip(missing, answer(missing) if missing else (), strict=True):
@@ -468,7 +468,7 @@ class PlanningCache:
             return original(expr)
         differs = partial(self._metrics.fallback, Fallback.PLANNING_FILES)
         look = partial(
-            parquet_files.look_at_files, original, convert=self._describer.converted, differs=differs
+            parquet_files.look_at_files, original, convert=self._describer.library.converted, differs=differs
         )
         read = parquet_files.files_read(expr)
         operands, source = frozen(read), source_of(read)
@@ -544,7 +544,3 @@ def _has_versions(expr: Expr) -> bool:
     except FileNotFoundError:  # removed since Dask listed it
         return False
     return state is not None and has_version(state)
-
-
-def _given(value: Hashable) -> Hashable:
-    return value

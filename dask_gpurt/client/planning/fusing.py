@@ -82,7 +82,7 @@ class DescribedPlan(PlanWrapper):
     def __dask_graph__(self) -> dict[Key, GraphNode]:
         """Return the graph of the plan."""
         for expr, known in zip(planning.described_in_tasks(self.plan), self.metadata, strict=True):
-            if not planning.has_metadata(expr):
+            if "_meta" not in vars(expr):
                 found = pickle.loads(known)
                 planning.set_metadata(expr, frame_of(found) if isinstance(found, Schema) else found)
         planning.set_shapes(self.plan, self.shapes)

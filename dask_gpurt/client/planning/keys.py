@@ -37,6 +37,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import pandas as pd
+from dask._expr import SingletonExpr
+from dask.utils import methodcaller
 from pandas.api.extensions import ExtensionDtype
 from pyarrow.fs import LocalFileSystem
 
@@ -116,7 +118,7 @@ class Plain:
 
     def __contains__(self, expr: Expr) -> bool:
         return planning.name_of(expr) in self._known or (
-            not planning.is_shared(expr) and self._holds_plain(expr)
+            not isinstance(expr, SingletonExpr) and self._holds_plain(expr)
         )
 
     def _holds_plain(self, expr: Expr) -> bool:
@@ -184,7 +186,7 @@ def is_trusted(value: Any) -> bool:
         closed_over = getattr(value, "__closure__", None) or ()
         of = getattr(value, "__module__", None) or "numpy"  # ufuncs have no module
         return of.partition(".")[0] in TRUSTED and not closed_over
-    return planning.is_method_name(value)
+    return type(value) is methodcaller  # of `dask.utils.M`, which calls a method by its name
 
 
 def frozen(value: Any) -> Hashable | None:
@@ -326,7 +328,7 @@ def _described(value: Any) -> str:
     if isinstance(value, (*SIMPLE_DTYPES, Enum)):
         kind: Any = type(value)
         return f"{_name_of(kind)} {value.name}"
-    if planning.is_method_name(value):
+    if type(value) is methodcaller:
         return f"method {value.method}"
     if isinstance(value, types.MethodType):
         return f"{_name_of(value.__self__)} {value.__name__}"

@@ -108,17 +108,17 @@ class StoredCache(Generic[Value]):
         self._memory: LRU[Value] = LRU(limit)
         self._store = store
 
-    def get(self, generation: Generation, key: Hashable, content: Content) -> Found[Value]:
+    def get(self, generation: Generation, key: Hashable, content: Content | None = None) -> Found[Value]:
         """Find a result.
 
         ``key``: identifies the result in this process.
-        ``content``: returns what identifies it in all processes; None if nothing does.
+        ``content``: returns what identifies it in all processes; None if nothing does. By default the key.
         """
         found = self._memory.get((generation.number, key))
         if found is not None:
             return Found(found, REUSED)
         store = self._store()
-        digest = None if store is None else self._digest(generation, content)
+        digest = None if store is None else self._digest(generation, key, content)
         if store is None or digest is None:
             return Found(None, LOADED)
         found = store.get(digest)
@@ -136,9 +136,11 @@ class StoredCache(Generic[Value]):
         """Drop the results in memory."""
         self._memory.clear()
 
-    def _digest(self, generation: Generation, content: Content) -> bytes | None:
+    def _digest(self, generation: Generation, key: Hashable, content: Content | None) -> bytes | None:
         # The address of an object in a setting may be that of another object in another process.
-        if any(" at 0x" in setting for setting in generation.settings) or (found := content()) is None:
+        if any(" at 0x" in setting for setting in generation.settings):
+            return None
+        if (found := content() if content else key) is None:
             return None
         return digest_of(self._kind, generation.settings, found)
 

@@ -9,14 +9,8 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.graphs import (
-    Graph,
-    arguments_of,
-    fused_graph_of,
-    ignores_index,
-    in_order,
-    operation_of,
-)
+from dask_gpurt.dask_hooks import graphs
+from dask_gpurt.dask_hooks.graphs import Graph
 from dask_gpurt.dask_hooks.types import GraphNode
 from dask_gpurt.frames.programs.operations import apply
 from dask_gpurt.frames.programs.values import Engine, Refused, Rows, Values
@@ -103,7 +97,7 @@ class _Run:
 
     def execute(self, graph: Graph, result: Key, given: Mapping[Key, Any]) -> Any:
         """Return the result of a graph, of which some values are given."""
-        order = list(in_order(graph, result, given))
+        order = list(graphs.in_order(graph, result, given))
         uses = Counter(each for key in order for each in graph[key].dependencies)
         values = dict(given)
         for key in order:
@@ -130,7 +124,7 @@ class _Run:
         return value.made
 
     def _value(self, node: GraphNode, values: dict[Key, Any]) -> Any:
-        if (inner := fused_graph_of(node)) is not None:
+        if (inner := graphs.fused_graph_of(node)) is not None:
             graph, result, names = inner
             return self.execute(graph, result, {name: values[key] for name, key in names.items()})
         error: tuple[str, Exception] | None = None
@@ -143,7 +137,7 @@ class _Run:
             self.left += 1
             found, error = None, failure.args
         if found is None or self._check:
-            numbered = ignores_index(node)
+            numbered = graphs.ignores_index(node)
             plain = node({key: self.closed(values[key], numbered=numbered) for key in node.dependencies})
             if error is not None:  # the library has not failed as well
                 self._interpreter.failed(*error)
@@ -152,17 +146,17 @@ class _Run:
         return found
 
     def _differs(self, node: GraphNode, found: Any, plain: Any) -> bool:
-        operation = operation_of(node)
+        operation = graphs.operation_of(node)
         assert operation is not None
-        in_order = not operation.name.startswith(_IN_ANY_ORDER)
-        difference = self._engine.difference(self.closed(found), plain, in_order=in_order)
+        is_ordered = not operation.name.startswith(_IN_ANY_ORDER)
+        difference = self._engine.difference(self.closed(found), plain, in_order=is_ordered)
         if difference is not None:
             self._interpreter.differed(operation.name, difference)
         return difference is not None
 
     def _on_columns(self, node: GraphNode, values: dict[Key, Any]) -> Rows | Values | None:
         """Return the value of a node that runs on columns; None if it is left to the library."""
-        if (operation := operation_of(node)) is None:
+        if (operation := graphs.operation_of(node)) is None:
             return None
         for key in node.dependencies:
             if not isinstance(values[key], (Rows, Values)):
@@ -171,7 +165,7 @@ class _Run:
                     values[key] = opened
         if not any(isinstance(values[key], (Rows, Values)) for key in node.dependencies):
             return None
-        args, kwargs = arguments_of(operation, values.__getitem__)
+        args, kwargs = graphs.arguments_of(operation, values.__getitem__)
         try:
             found = apply(self._engine, operation.name, operation.function, args, kwargs)
         except Refused:

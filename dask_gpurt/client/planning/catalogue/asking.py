@@ -66,11 +66,6 @@ def stand_in(schema: Schema) -> Expr:
     return found
 
 
-def is_stand_in(expr: Expr) -> bool:
-    """Return whether an expression stands for an input."""
-    return type(expr) is StandIn
-
-
 class Library:
     """Ask the library of frames, through Dask's operations.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from dask_gpurt.client.planning.catalogue.asking import QUESTION, Keep, Library, Remember, is_stand_in
+from dask_gpurt.client.planning.catalogue.asking import QUESTION, Keep, Library, Remember, StandIn
 from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Schema, frame_of, known_schema, schema_of
 from dask_gpurt.client.planning.catalogue.shapes import other_rule_of, rule_of, same
 from dask_gpurt.dask_hooks import planning
@@ -35,11 +35,12 @@ class Describer:
     ``keep``: keeps the answers of the library.
     ``remember``: keeps what follows from them, in this process alone.
     ``is_on``: returns whether the runtime plans for this thread.
+    ``library``: asks the library.
     ``metrics``: counts descriptions.
     """
 
     def __init__(self, keep: Keep, remember: Remember, is_on: Callable[[], bool], metrics: Metrics):
-        self._library, self._is_on, self._metrics = Library(keep, remember), is_on, metrics
+        self.library, self._is_on, self._metrics = Library(keep, remember), is_on, metrics
 
     def describe_early(self, expr: Expr) -> None:
         """Set the metadata of an operation of another package, of whose classes Dask's are not the base."""
@@ -47,15 +48,11 @@ class Describer:
         if (
             (rule := other_rule_of(kind)) is None
             or rule is same
-            or any(map(is_stand_in, expr.dependencies()))
+            or any(type(each) is StandIn for each in expr.dependencies())
         ):
             return
         if (schema := self._known(expr)) is not None:
             planning.set_metadata(expr, frame_of(schema))
-
-    def converted(self, frame: Any, convert: Callable[[Any], Any]) -> Any | None:
-        """Return an empty frame of another library; see :meth:`Library.converted`."""
-        return self._library.converted(frame, convert)
 
     def metadata(self, original: Original, expr: Expr) -> Any:
         """Return the metadata of an expression."""
@@ -90,7 +87,7 @@ class Describer:
         rule = rule_of(kind)
         if rule is None or planning.reads_more_than_operands(expr) or not self._is_on():
             return None
-        found = rule(expr, self._schema, self._library)
+        found = rule(expr, self._schema, self.library)
         if found is not None:
             vars(expr)[SCHEMA] = found
         self._metrics.add("planning.metadata.{outcome}", 1, "left" if found is None else "derived")
