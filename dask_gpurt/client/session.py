@@ -134,10 +134,11 @@ class ClientSession:
 
         client = self._client()
         size = (0, 0) if client is None else cluster_size(client)
-        device = config.load().memory.device
+        settings = config.load()
+        device, planning = settings.memory.device, settings.planning
         limit = None if device is None else device.bytes
         largest = None if limit is None else limit // PARTITIONS_IN_DEVICE
-        return PartitionSizes(*size, *config.partition_sizes(), largest)
+        return PartitionSizes(*size, planning.partition_size, planning.broadcast_size, largest)
 
     def store(self) -> Store | None:
         """Return the store for what is planned; None if other processes are not to find it."""

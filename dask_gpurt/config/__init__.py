@@ -19,8 +19,6 @@ from dask_gpurt.config import values
 from dask_gpurt.config.values import PATHS as PATHS
 from dask_gpurt.config.values import ConfigError as ConfigError
 from dask_gpurt.config.values import Size as Size
-from dask_gpurt.config.values import bytes_or_auto, wrong
-from dask_gpurt.config.values import takeover as parse_takeover
 
 
 def _setting(parse: Callable[[str, object], object]) -> Any:
@@ -178,13 +176,13 @@ def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str
     if given is None:  # a yaml section with nothing in it
         given = {}
     if not isinstance(given, Mapping):
-        found.append(str(wrong(prefix, given, f"a section with the keys {', '.join(items)}")))
+        found.append(str(values.wrong(prefix, given, f"a section with the keys {', '.join(items)}")))
         return None
-    values = {str(name).replace("_", "-"): value for name, value in given.items()}
-    found += [_unknown(f"{prefix}.{name}", items) for name in values if name not in items]
+    chosen = {str(name).replace("_", "-"): value for name, value in given.items()}
+    found += [_unknown(f"{prefix}.{name}", items) for name in chosen if name not in items]
     read = {}
     for name, item in items.items():
-        key, value = f"{prefix}.{name}", values.get(name, default.get(name, item.metadata.get("default")))
+        key, value = f"{prefix}.{name}", chosen.get(name, default.get(name, item.metadata.get("default")))
         try:
             if section := item.metadata.get("section"):
                 read[item.name] = _read(section, value, default.get(name, {}), key, found)
@@ -261,20 +259,7 @@ def takeover() -> bool | str:
     Raises ConfigError if its value is invalid.
     """
     default = _DEFAULTS["gpurt"]["takeover"]
-    return parse_takeover("gpurt.takeover", dask.config.get("gpurt.takeover", default))
-
-
-def partition_sizes() -> tuple[int | None, int | None]:
-    """Return ``gpurt.planning.partition-size`` and ``broadcast-size``, which clients read for each plan.
-
-    Raises ConfigError if a value is invalid.
-    """
-    defaults = _DEFAULTS["gpurt"]["planning"]
-    partition, broadcast = (
-        bytes_or_auto(f"gpurt.planning.{name}", dask.config.get(f"gpurt.planning.{name}", defaults[name]))
-        for name in ("partition-size", "broadcast-size")
-    )
-    return partition, broadcast
+    return values.takeover("gpurt.takeover", dask.config.get("gpurt.takeover", default))
 
 
 def load_over(base: Mapping[str, Any]) -> Settings:
@@ -282,7 +267,6 @@ def load_over(base: Mapping[str, Any]) -> Settings:
 
     ``base``: the section ``gpurt`` of another process's configuration.
     """
-
     return load({"gpurt": dask.config.merge(base, set_here())})
 
 
