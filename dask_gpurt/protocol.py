@@ -86,7 +86,7 @@ STATUS_OP = "gpurt-status"
 CONFIRM_RESULTS_OP = "gpurt-results-confirmed"
 #: Of a worker: the ``token`` of its plugin, ``counters`` and ``fallbacks``, its ledger as ``memory``, and how
 #: far its latest ``runs`` are.
-HEARTBEAT_METRIC = "gpurt"
+HEARTBEAT_METRIC = "gpurt_heartbeat"
 
 # From the scheduler to workers.
 
