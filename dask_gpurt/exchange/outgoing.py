@@ -4,6 +4,8 @@ A producer that finds the pool full waits here. A full pool cannot deadlock: the
 unpublished block, and owners can always free published ones. They copy shards that they would read in place
 into their own memory, in the worst case to disk, and so never wait for a pool. Blocks of which no
 owner knows, since their offers have failed, are withdrawn: their run has failed too.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations

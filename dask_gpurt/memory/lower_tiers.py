@@ -1,4 +1,7 @@
-"""Combine the lower tiers into one store: objects go to the first tier with room."""
+"""Combine the lower tiers into one store: objects go to the first tier with room.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
+"""
 
 from __future__ import annotations
 
