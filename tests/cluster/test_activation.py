@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import dask
@@ -12,7 +11,6 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.client.session import register_method
 from dask_gpurt.config import ConfigError
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, started
 from tests.helpers.in_process import state
@@ -95,20 +93,6 @@ def test_shuffles_that_are_not_taken_over_are_reported(
 
 
 # ---- in code -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator[LocalCluster]:
-    """Yield a cluster without the runtime."""
-    register_method()  # a process that has once enabled the runtime keeps it registered
-    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local:
-        yield local
-
-
-@pytest.fixture
-def plain(local: LocalCluster) -> Iterator[Client]:
-    with Client(local) as client:
-        yield client
 
 
 def shuffle_runs(client: Client) -> float:

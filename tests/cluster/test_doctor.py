@@ -32,19 +32,6 @@ def hooks() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def local() -> Iterator[LocalCluster]:
-    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
-    with LocalCluster(protocol="tcp", **options) as local:
-        yield local
-
-
-@pytest.fixture
-def plain(local: LocalCluster) -> Iterator[Client]:
-    with Client(local) as client:
-        yield client
-
-
 @pytest.fixture
 def on(plain: Client) -> Iterator[Client]:
     dask_gpurt.enable(plain)

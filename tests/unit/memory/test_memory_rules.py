@@ -115,22 +115,6 @@ def test_the_device_tier_leaves_the_exchange_pool_its_memory() -> None:
     assert resolved(pool=20 * GIB, integrated=True).device == 54 * GIB
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"given_device": 95 * GIB},
-        {"device": "95%"},
-        {"pinned": "5 GiB"},
-        {"device": "40%", "host": "50%"},
-    ],
-)
-def test_the_memory_of_an_integrated_gpu_is_given_out_once(settings: dict[str, Any]) -> None:
-    found = resolved(integrated=True, **settings)
-    assert 0 < found.device + found.pinned + found.host <= 100 * GIB
-    assert found.host > 0  # results on the host need room too
-
-
 def test_an_integrated_gpu_and_host_objects_share_what_a_gpu_of_its_own_would_have() -> None:
     assert resolved(integrated=True) == Limits(70 * GIB, 0, 10 * GIB, None)
     with pytest.raises(ConfigError, match="one memory of the host and its GPU"):
