@@ -23,6 +23,7 @@ from pandas.testing import assert_frame_equal, assert_index_equal, assert_series
 import dask_gpurt
 from dask_gpurt.client import results
 from dask_gpurt.client.session import SESSIONS
+from dask_gpurt.dask_hooks import computing
 from dask_gpurt.observe import Fallback
 from tests.helpers.clusters import cluster
 
@@ -194,7 +195,7 @@ def test_a_worker_is_killed_before_its_partitions_are_fetched(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = threading.Event()
-    original = results.where_are if when == "before" else results.fetch
+    original = computing.where_are if when == "before" else computing.fetch
 
     with cluster("pandas") as client:
         victim = next(iter(client.run(os.getpid).values()))
@@ -206,7 +207,7 @@ def test_a_worker_is_killed_before_its_partitions_are_fetched(
                 os.kill(victim, signal.SIGKILL)
             return found if when == "before" else await original(*args)
 
-        monkeypatch.setattr(results, "where_are" if when == "before" else "fetch", kill_first)
+        monkeypatch.setattr(computing, "where_are" if when == "before" else "fetch", kill_first)
         collection = dd.from_map(lambda part: pd.DataFrame({"x": np.arange(ROWS) + part}), range(PARTS))
         found = collection.compute()
         assert asked.is_set()
