@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dask_gpurt.memory.host import BlockPool
 from dask_gpurt.memory.ledger import NoRoom, Tier
 from tests.helpers.examples import examples
-from tests.helpers.small_tiers import BLOCK, frames, pinned
+from tests.helpers.small_tiers import BLOCK
 
 
 def test_a_run_that_is_long_enough_comes_before_shorter_ones() -> None:
@@ -66,14 +66,6 @@ def test_memory_that_is_registered_stays_with_its_process() -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGSEGV
     assert (piece == 7).all()
     pool.close()
-
-
-def test_small_buffers_share_blocks() -> None:
-    tier = pinned()
-    tier["a"] = frames(*[100] * 4)
-    assert tier.used == 2 * BLOCK
-    starts = [buffer[0].ctypes.data % 256 for buffer in tier["a"].buffers]
-    assert starts == [0, 0, 0, 0]
 
 
 # ---- memory is registered as it is needed ----------------------------------------------------

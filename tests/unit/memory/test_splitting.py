@@ -76,19 +76,6 @@ def test_whatever_attempts_fail_all_is_done_once_or_it_is_given_up(rows: int, fa
     assert (worker.rooms > 0) == (not failing.isdisjoint(range(len(worker.attempts))))
 
 
-def test_room_is_made_before_the_whole_is_split() -> None:
-    worker = Worker(lambda attempt, _: attempt != 0)
-    assert worker.run(Rows(8)) == [list(range(8))]
-    assert (worker.attempts, worker.rooms, worker.splits) == ([Rows(8), Rows(8)], 1, 0)
-
-
-def test_it_is_given_up_after_so_many_halves() -> None:
-    worker = Worker(lambda *_: False)
-    with pytest.raises(MemoryError, match="1 rows"):
-        worker.run(Rows(1 << MAX_HALVINGS))
-    assert [len(part) for part in worker.attempts[1:]] == [1 << n for n in range(MAX_HALVINGS, -1, -1)]
-
-
 class Held:
     """Hold memory, as work does."""
 
@@ -161,11 +148,3 @@ def test_work_that_may_have_changed_something_is_not_tried_again(error: type[Mem
     with pytest.raises(error):
         list(split_and_retry(work, Rows(4), **how, short=ChangedNothing))
     assert len(attempts) == (2 if error is ChangedNothing else 1)
-
-
-def test_other_errors_are_raised_at_once() -> None:
-    def work(rows: Rows) -> int:
-        raise ValueError("nothing to do with memory")
-
-    with pytest.raises(ValueError, match="nothing to do"):
-        list(split_and_retry(work, Rows(4), halve=halves, make_room=print, on_split=print))

@@ -13,7 +13,7 @@ from distributed.core import Status
 from dask_gpurt.observe import Metrics
 from dask_gpurt.protocol import ASK_STATUS_OP
 from dask_gpurt.scheduler import worker_calls
-from dask_gpurt.scheduler.worker_calls import MISSED, SILENT_AT_WORK_S, SILENT_S, SilentWorkers, ask_all
+from dask_gpurt.scheduler.worker_calls import SILENT_AT_WORK_S, SILENT_S, SilentWorkers, ask_all
 
 A, B = "tcp://a:1", "tcp://b:1"
 BARRIER, TASK = SimpleNamespace(key="shuffle-barrier-x"), SimpleNamespace(key=("work", 0))
@@ -59,12 +59,6 @@ def looks(workers: SilentWorkers, scheduler: Scheduler, seconds: float) -> bool:
     return workers.is_silent(A)
 
 
-def test_a_worker_sends_no_heartbeat(scheduler: Scheduler) -> None:
-    assert not looks(silent(scheduler), scheduler, SILENT_S - 1)
-    scheduler.now -= SILENT_S - 1
-    assert looks(silent(scheduler), scheduler, SILENT_S + 2)
-
-
 def test_the_scheduler_has_been_busy_itself(scheduler: Scheduler) -> None:
     """It has read no heartbeat for long, and does so right after the first look."""
     workers = silent(scheduler)
@@ -86,12 +80,6 @@ def test_a_worker_has_tasks(scheduler: Scheduler, task: Any) -> None:
     scheduler.workers[A].processing = [task]
     assert looks(silent(scheduler), scheduler, SILENT_S + 2) == (task is BARRIER)
     assert looks(silent(scheduler), scheduler, SILENT_AT_WORK_S)
-
-
-def test_heartbeats_of_many_workers_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(workers=2000)
-    monkeypatch.setattr(worker_calls, "time", lambda: scheduler.now)
-    assert not looks(silent(scheduler), scheduler, 11 * MISSED - 2)
 
 
 def test_a_worker_that_has_left_is_not_silent(scheduler: Scheduler) -> None:

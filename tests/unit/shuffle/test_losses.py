@@ -18,14 +18,6 @@ def test_a_run_that_was_completed_begins_the_count_anew() -> None:
     assert runs["a"] == 0
 
 
-def test_an_output_of_two_shuffles_counts_for_both() -> None:
-    runs = ConsecutiveRuns()
-    runs.begins("left", ["x"])
-    runs.begins("right", ["x", "y"])
-    runs.done("x")
-    assert (runs["left"], runs["right"]) == (0, 1)
-
-
 def test_nothing_is_kept_of_what_is_forgotten() -> None:
     runs = ConsecutiveRuns()
     runs.begins("a", ["x"])
@@ -93,16 +85,6 @@ def test_inputs_missing_after_a_move_without_a_loss_do_not_count() -> None:
 
 
 # ---- losses of shuffles that share outputs -----------------------------------------------------------
-
-
-def test_losses_of_the_same_outputs_are_repaired_together() -> None:
-    losses = PendingLosses[str]()
-    first = losses.add({"left", "right"}, {1}, "a worker has left", 5.0)
-    second = losses.add({"right", "left"}, {2}, "a shard is lost", 6.0)
-    other = losses.add({"alone"}, {1}, "a shard is lost", 7.0)
-    assert first is second is not other
-    assert (first.reason, first.since, first.outputs) == ("a worker has left", 5.0, {1, 2})
-    assert sorted(losses.shuffles(first)) == ["left", "right"]
 
 
 def test_a_loss_after_a_repair_is_another_one() -> None:

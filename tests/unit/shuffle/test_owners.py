@@ -20,15 +20,6 @@ def shares(owners: Owners) -> list[Share]:
     return [owners.shares[id_] for id_ in sorted(owners.shares)]
 
 
-# ---- a run begins --------------------------------------------------------------------
-
-
-def test_outputs_that_are_not_wanted_have_an_owner_and_no_share() -> None:
-    owners = Owners.begin({0: A, 1: A, 2: B, 3: B}, wanted={1})
-    assert shares(owners) == [Share(0, A, (1,))]
-    assert owners == {0: A, 1: A, 2: B, 3: B}
-
-
 # ---- outputs move --------------------------------------------------------------------
 
 
@@ -38,13 +29,6 @@ def test_outputs_move_and_all_others_stay_in_their_share() -> None:
     assert shares(owners) == [Share(0, A, (0,)), Share(1, B, (2, 3)), Share(2, B, (1,))]
     assert owners == {0: A, 1: B, 2: B, 3: B}
     assert (owners.epoch, owners.left) == (1, frozenset())
-
-
-def test_an_output_is_received_again_by_its_owner() -> None:
-    """In a new share: messages for the old one are refused."""
-    owners = begun()
-    owners.move({0: A})
-    assert shares(owners) == [Share(0, A, (1,)), Share(1, B, (2, 3)), Share(2, A, (0,))]
 
 
 def test_a_worker_has_left() -> None:
@@ -98,16 +82,6 @@ def test_the_barrier_seals_all_shares_unless_outputs_have_moved() -> None:
     assert owners.seal(1)
     assert owners.sealed
     assert not owners.open_shares()
-
-
-def test_after_the_barrier_only_outputs_that_move_are_open() -> None:
-    owners = begun()
-    owners.seal(0)
-    owners.move({3: A})
-    assert owners.open_shares() == [Share(2, A, (3,))]
-    assert owners.shares[0].sealed
-    assert owners.shares[1].sealed
-    assert not owners.sealed
 
 
 def test_outputs_that_are_being_received_are_not_received_again() -> None:
