@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ from benchmarks.simulate.network import Network
 from benchmarks.simulate.sides import SIDES, simulate
 from benchmarks.simulate.tiers import RuntimeTiers, TierLink, Tiers
 from benchmarks.simulate.worker import TieredWorker, VirtualWorker
-from benchmarks.simulate.workloads import Scale
 from dask_gpurt.memory.ledger import Tier
 
 # ---- small clusters, in round figures --------------------------------------------------------------
@@ -110,10 +108,6 @@ def test_independent_tasks_run_beside_each_other() -> None:
     tasks = [work(f"{letter}", seconds=index + 1) for index, letter in enumerate("abcd")]
     assert run(on_one_host(4), *tasks).result.makespan == pytest.approx(4)
     assert run(on_one_host(1), *tasks).result.makespan == pytest.approx(10)
-
-
-def test_a_worker_of_half_the_speed_takes_twice_as_long() -> None:
-    assert run(Cluster("slow", machines(1, speed=0.5)), work("a")).result.makespan == pytest.approx(2)
 
 
 def test_an_input_is_fetched_before_its_task_runs() -> None:
@@ -203,23 +197,6 @@ def test_each_task_of_a_workload_runs_once(name: str, side: str) -> None:
 # ---- workloads and clusters ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("partitions", [2, 7, 32, 33, 100])
-@pytest.mark.parametrize("name", ["shuffle-join", "skewed-join", "pipeline"])
-def test_a_shuffle_loses_no_bytes(name: str, partitions: int) -> None:
-    scale = Scale(partitions, memory=10**12, workers=4)
-    works = WORKLOADS[name](scale, random.Random(0)).works
-    needed = {need: one for one in works.values() for need in one.needs}
-    pieces: dict[str, list[int]] = {}
-    for one in works.values():
-        if len(one.needs) == 1:
-            pieces.setdefault(one.needs[0], []).append(one.nbytes)
-    for key, one in works.items():
-        if "'shuffle-group" in key:
-            assert sum(pieces[key]) == pytest.approx(one.nbytes, rel=1e-6, abs=len(pieces[key]))
-        if "split" in key:
-            assert "shuffle-concat" in needed[key].key
-
-
 SPEEDS = {Link.SHARED_MEMORY: Speed(100.0, 0.0), Link.TCP: Speed(10.0, 0.0), Link.RDMA: Speed(50.0, 0.5)}
 
 
@@ -286,16 +263,6 @@ def tiers(device: int = 100, pinned: int = 50, host: int = 100) -> Tiers:
     return Tiers(Capacity(device, pinned, host), lambda link: Speed(10.0, 1.0))
 
 
-def test_to_use_a_key_takes_the_time_to_get_it_up() -> None:
-    mine = tiers()
-    for key in "abc":
-        mine[key] = 40
-    # a is read in 1 + 40 / 10 s, and b is spilled in as long.
-    assert mine.hold(["a"], 0) == pytest.approx(10)
-    assert mine.hold(["a"], 0) == 0
-    assert [mine.tier(key) for key in "abc"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE]
-
-
 def runtime_tiers(next_use: Mapping[Any, int], pinned: int = 50) -> RuntimeTiers:
     """Make tiers of at most 100 bytes, with the priorities at which keys are needed next."""
 
@@ -313,9 +280,6 @@ def test_the_runtime_spills_what_is_needed_last() -> None:
     # No task needs d, so it is evicted before a and c; the pinned tier has no room for it.
     mine["d"] = 30
     assert [mine.tier(key) for key in "abcd"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE, Tier.HOST]
-
-
-keys = st.sets(st.integers(0, 7))
 
 
 either_tiers = pytest.mark.parametrize(
