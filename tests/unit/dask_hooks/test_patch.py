@@ -55,15 +55,6 @@ class Theirs:
             del self.owner.method
 
 
-def test_an_attribute_that_the_instance_did_not_have_is_removed() -> None:
-    dasks, patches = Dasks(), PatchSet()
-    patches.put(dasks, "method", ours)
-    assert dasks.method(1) == ["ours", "Dask", 1]
-    patches.restore()
-    assert not vars(dasks)
-    patches.restore()
-
-
 def test_a_wrapper_that_was_there_before_is_there_again() -> None:
     dasks, patches = Dasks(), PatchSet()
     theirs = Theirs(dasks)
@@ -112,15 +103,6 @@ def test_a_function_of_a_module_is_pickled_by_its_name_there(monkeypatch: pytest
     in_short = dumps(vars(module)["make"])
     patches.restore()
     assert loads(in_short) is re.escape
-
-
-def test_a_patch_restored_below_others_is_removed_with_the_last() -> None:
-    dasks, inner, outer = Dasks(), PatchSet(), PatchSet()
-    inner.put(dasks, "method", ours)
-    outer.put(dasks, "method", ours)
-    inner.restore()
-    outer.restore()
-    assert not vars(dasks)
 
 
 def test_a_wrapper_that_copies_our_attributes_is_not_taken_for_ours() -> None:

@@ -159,9 +159,7 @@ class Proxy:
     "function",
     [
         str.upper,
-        "".join,
         (1).__add__,
-        partial(str.upper),
         itemgetter(0),
         np.add,
         pytest.param(Proxy(), id="proxy"),
