@@ -28,7 +28,6 @@ from dask_gpurt.reads import arrow_tables
 from dask_gpurt.reads import columns as module
 from dask_gpurt.reads.below import ColumnsBelow
 from dask_gpurt.reads.columns import Asked, Column, ColumnCache, ColumnRead, Kept
-from dask_gpurt.worker import kept_reads
 from dask_gpurt.worker.kept_reads import KeptColumns, asked_of
 from dask_gpurt.worker.tiers import WorkerTiers
 from tests.helpers.examples import examples
@@ -265,15 +264,6 @@ def test_only_what_is_not_there_is_read(library: Library) -> None:
     assert metrics.total("reads.seconds.saved")[()] > 0
 
 
-def test_a_file_replaced_between_reads_is_read_and_kept_anew(library: Library) -> None:
-    cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
-    library.read(cache, (1,), ("a",))
-    library.versions[1] += 1
-    for _ in range(2):
-        assert same(library.read(cache, (1,), ("a",)), library.table((1,), ("a",)))
-    assert library.calls == [None, None]
-
-
 def test_a_file_replaced_while_other_columns_are_read_is_read_whole(library: Library) -> None:
     cache, metrics = ColumnCache(lambda: 10_000, lambda nbytes: None), Metrics()
     library.read(cache, (1,), ("a",))
@@ -282,23 +272,6 @@ def test_a_file_replaced_while_other_columns_are_read_is_read_whole(library: Lib
     assert same(found, library.table((1,), ("a", "b")))
     assert library.calls == [None, ["b"], None]
     assert metrics.total("reads.replaced") == {(): 2}
-
-
-@pytest.mark.parametrize("names", [None, ("b",), ("c", "a")])
-def test_an_index_that_is_stored_comes_with_the_columns(library: Library, names: Any) -> None:
-    cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
-    library.read(cache, (0,), ("a", "b"))
-    for _ in range(2):
-        assert same(library.read(cache, (0,), names), library.table((0,), names))
-    assert library.calls == [None, None]
-
-
-def test_parts_of_columns_are_not_taken_for_columns(library: Library) -> None:
-    """A column that files lack, or a field of a column, gives other names than were asked for."""
-    cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
-    for _ in range(2):
-        assert library.read(cache, (1,), ("a", "none")).names == ("a",)
-    assert (cache.nbytes, library.calls) == (0, [None, None])
 
 
 def test_columns_of_different_types_are_left_to_the_library(library: Library) -> None:
@@ -314,18 +287,6 @@ def test_without_memory_for_copies_nothing_is_kept(library: Library) -> None:
     tables.full = True
     assert same(library.read(cache, (1,), None, tables=tables), library.table((1,), None))
     assert cache.nbytes == 0
-
-
-def test_a_table_larger_than_the_cache_does_not_evict_itself(library: Library) -> None:
-    library.versions = [0] * 40
-    cache = ColumnCache(lambda: 10 * 8 * 25, lambda nbytes: None)
-    served = []
-    for _ in range(5):
-        library.calls.clear()
-        for file in range(20, 40):
-            library.read(cache, (file,), ("a",))
-        served.append(20 - len(library.calls))
-    assert min(served[1:]) >= 4
 
 
 # ---- frames of earlier reads --------------------------------------------------------------------------
@@ -417,16 +378,6 @@ def test_a_frame_of_other_contents_than_the_columns_is_not_made_again(
 def test_a_frame_of_several_reads_is_not_made_again(frames: FrameReads) -> None:
     frames.read((1,), ("a",), times=2)
     assert frames.again() is None
-
-
-def test_a_frame_that_is_not_of_the_columns_is_not_made_again(frames: FrameReads, library: Library) -> None:
-    found = frames.read((2,), ("a",))
-    frames.kept._frames.clear()
-    asked = Asked((("2", None, ()),), ("a",))
-    table = kept_reads.Table(asked, library.versions_of(["2"]), found)
-    frames.kept.made("call", [table], Frame(library.table((1,), ("a",))))
-    assert frames.again() is None
-    assert not frames.metrics.fallbacks()
 
 
 # ---- columns below the device -----------------------------------------------------------------------

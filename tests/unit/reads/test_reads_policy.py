@@ -42,15 +42,6 @@ def test_the_one_that_has_read_first_leaves_first() -> None:
     assert aside.end("a") is None
 
 
-def test_a_task_that_has_no_slot_to_leave_makes_way_for_the_next() -> None:
-    aside = DetachedReads(1)
-    assert aside.add("a") == "a"
-    aside.add("cancelled")
-    aside.add("b")
-    assert aside.end("a") == "cancelled"
-    assert aside.end("cancelled") == "b"
-
-
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_never_more_are_aside_than_the_limit_and_all_that_may_are(seed: int, limit: int) -> None:
@@ -124,25 +115,26 @@ def after(reads: list[tuple[ReadTimes, float]], least: int = 0) -> int:
     return pace.beside
 
 
-def test_as_many_leave_as_hide_the_waits() -> None:
-    assert after([(read(1.1, 1.0), 1.2)] * 9) == 1
-    assert after([(read(1.1, 1.0), 0.4)] * 9) == 3
-    assert after([(read(9.1, 9.0), 0.1)] * 9) == MAX_BESIDE
+SLOW, FAST = (read(1.1, 1.0), 0.9), (read(0.1, 0.01), 0.9)
+#: What tasks have read and computed, and how many of them leave their slot then.
+LEAVING: dict[str, tuple[list[tuple[ReadTimes, float]], int]] = {
+    "one hides the waits": ([(read(1.1, 1.0), 1.2)] * 9, 1),
+    "three hide the waits": ([(read(1.1, 1.0), 0.4)] * 9, 3),
+    "no more than are allowed": ([(read(9.1, 9.0), 0.1)] * 9, MAX_BESIDE),
+    "compute of others hides waits": (
+        [(read(1.1, 1.0), 0.1), (ReadTimes(), 0.6), (ReadTimes(), 0.6)] * 9,
+        1,
+    ),
+    "too little is known": ([(read(1.1, 1.0), 0.4)] * (MIN_READS - 1), 0),
+    "files have become fast": ([SLOW] * 9 + [FAST] * 20, 0),
+    "files have become slow": ([FAST] * 9 + [SLOW] * 2, 1),
+}
 
 
-def test_compute_of_other_tasks_hides_waits_too() -> None:
-    read_and_others = [(read(1.1, 1.0), 0.1), (ReadTimes(), 0.6), (ReadTimes(), 0.6)]
-    assert after(read_and_others * 9) == 1
-
-
-def test_nothing_leaves_before_enough_is_known() -> None:
-    assert after([(read(1.1, 1.0), 0.4)] * (MIN_READS - 1)) == 0
-
-
-def test_files_that_change_are_learnt() -> None:
-    slow, fast = (read(1.1, 1.0), 0.9), (read(0.1, 0.01), 0.9)
-    assert after([slow] * 9 + [fast] * 20) == 0
-    assert after([fast] * 9 + [slow] * 2) > 0
+@pytest.mark.parametrize("name", LEAVING)
+def test_as_many_leave_as_hide_the_waits(name: str) -> None:
+    reads, beside = LEAVING[name]
+    assert after(reads) == beside
 
 
 @given(

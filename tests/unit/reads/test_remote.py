@@ -1,9 +1,11 @@
-"""Test reads of remote files through the cache of ranges."""
+"""Test the cache of ranges of files, and reads of remote files through it."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
+import threading
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import pytest
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine, PartitionObj
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import fs
 
 from benchmarks.chaos.files import Store as StoreOfHost
@@ -65,12 +69,6 @@ def read_all(cache: RangeCache, stored: Stored, between: Any = None, metrics: Me
     return bytes(reading.run(read, lambda: stored.data))
 
 
-def test_the_second_read_is_served_from_the_cache(cache: RangeCache) -> None:
-    stored = Stored(b"0123456789")
-    assert [read_all(cache, stored) for _ in range(2)] == [stored.data] * 2
-    assert stored.fetches == 2
-
-
 def test_a_file_that_a_reader_opens_twice_is_fetched_once(cache: RangeCache) -> None:
     """For its footer, and for its columns."""
     stored, reading = Stored(b"0123456789"), Reading(cache, Metrics())
@@ -116,19 +114,6 @@ def test_an_error_from_bytes_of_two_files_is_not_raised(cache: RangeCache) -> No
         raise ValueError("corrupt")
 
     assert read_all(cache, stored, mixed) == b"abcdefghij"
-
-
-def test_a_store_that_sends_nothing_of_a_replaced_file_is_asked_for_the_new_one(cache: RangeCache) -> None:
-    """As S3 does that is told which entity tag is expected."""
-    stored = Stored(b"0123456789")
-
-    def refused(start: int, stop: int) -> bytes:
-        stored.replace(b"abcdefghij")
-        raise OSError("PreconditionFailed")
-
-    stored._fetch = refused  # type: ignore[method-assign]
-    assert read_all(cache, stored) == b"abcdefghij"
-    assert cache.nbytes == 0
 
 
 def test_other_errors_are_raised(cache: RangeCache) -> None:
@@ -473,3 +458,86 @@ def test_a_file_replaced_between_any_two_calls_of_its_store_is_not_mixed(
     assert [f"w{x}" for x in found.x if x % 5] == list(found.word.dropna())
     fresh = folder.read(["x", "word"]).to_pandas()
     pd.testing.assert_frame_equal(fresh, content(1000 if next(calls) > at else 0)[["x", "word"]])
+
+
+# ---- the cache of ranges -----------------------------------------------------------------------------
+
+SIZE = 64
+
+
+def bytes_of(file: int, version: int) -> bytes:
+    """Return bytes that differ from file to file and from version to version."""
+    return bytes((at * 7 + file * 31 + version * 101) % 251 for at in range(SIZE))
+
+
+def read_range(
+    cache: RangeCache, file: int, version: int, start: int, stop: int
+) -> tuple[bytes, dict[int, bytes]]:
+    """Read a range as a reader does; return it, and the parts that were not in the cache."""
+    found, fetched = b"", {}
+    for part in cache.parts(file, version, start, stop):
+        data = part.data
+        if data is None:
+            data = memoryview(bytes_of(file, version)[part.start : part.stop])
+            fetched[part.start] = bytes(data)
+        found += bytes(data)
+    return found, fetched
+
+
+SPANS = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)
+STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), SPANS, st.integers(0, 150)), max_size=60)
+
+
+@given(steps=STEPS)
+def test_ranges_are_of_their_file_and_version_and_fit(steps: list[tuple[int, int, list[int], int]]) -> None:
+    room, told = 150, [0]
+    cache = RangeCache(lambda: room, told.append)
+    for file, version, (start, stop), room in steps:  # the cache asks for it
+        cache.fit()
+        assert cache.nbytes <= room
+        found, fetched = read_range(cache, file, version, start, stop)
+        assert found == bytes_of(file, version)[start:stop]
+        cache.keep(file, version, fetched)
+        assert told[-1] == cache.nbytes <= room
+        held = (
+            len(part.data)
+            for file, version in itertools.product(range(3), range(2))
+            for part in cache.parts(file, version, 0, SIZE)
+            if part.data is not None
+        )
+        assert sum(held) == cache.nbytes
+
+
+@given(spans=st.lists(SPANS, min_size=1))
+def test_what_was_kept_is_found(spans: list[list[int]]) -> None:
+    cache = RangeCache(lambda: SIZE, lambda nbytes: None)
+    for start, stop in spans:
+        cache.keep(0, 0, read_range(cache, 0, 0, start, stop)[1])
+        assert read_range(cache, 0, 0, start, stop) == (bytes_of(0, 0)[start:stop], {})
+
+
+def test_a_table_larger_than_the_cache_does_not_evict_itself() -> None:
+    cache = RangeCache(lambda: 10 * SIZE, lambda nbytes: None)
+    hits = []
+    for _ in range(5):
+        kept = 0
+        for file in range(20):
+            _, fetched = read_range(cache, file, 0, 0, SIZE)
+            kept += not fetched
+            cache.keep(file, 0, fetched)
+        hits.append(kept)
+    assert min(hits[1:]) >= 5
+
+
+def test_a_cache_that_closes_drops_what_another_thread_keeps_just_now() -> None:
+    closing = threading.Thread(target=lambda: cache.close())
+
+    def room() -> int:
+        closing.start()
+        closing.join(0.1)  # it has to wait for this thread
+        return 1000
+
+    cache = RangeCache(room, lambda nbytes: None)
+    cache.keep(0, 0, {0: b"abc"})
+    closing.join()
+    assert cache.nbytes == 0
