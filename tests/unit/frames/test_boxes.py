@@ -18,7 +18,7 @@ from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.frames import Part, Piece, chunk_table
 from dask_gpurt.frames import chunks as frames_chunks
-from dask_gpurt.frames.boxes import Box, Chunks, Grid, Plan
+from dask_gpurt.frames.boxes import Chunks, Grid, Plan
 
 
 @st.composite
@@ -49,15 +49,6 @@ def slices_of(chunks: Chunks, index: Sequence[int]) -> tuple[slice, ...]:
     )
 
 
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_chunks_are_numbered_as_numpy_does(shape: list[int], data: st.DataObject) -> None:
-    grid = Grid(tuple(shape))
-    assert len(grid) == math.prod(shape)
-    number = data.draw(st.integers(0, len(grid) - 1))
-    assert grid.index(number) == tuple(map(int, np.unravel_index(number, shape)))
-    assert grid.number(grid.index(number)) == number
-
-
 def test_elements_that_no_new_chunk_has_are_left_out() -> None:
     """Where no new chunk of a part has elements, Dask still assigns it an old chunk that has some."""
     plan = plan_of(((3,), (1,)), ((1, 2), (0,)))
@@ -85,11 +76,6 @@ def test_each_element_is_in_one_box(chunkings: tuple[Chunks, Chunks], most: int)
                 moved[box.output][target] = chunk[box.within]
     for number, found in enumerate(moved):
         np.testing.assert_array_equal(found, numbers[slices_of(new, plan.new.index(number))])
-
-
-def test_an_element_is_not_divided() -> None:
-    box = Box(0, (0,), (0,), (slice(3, 6),))
-    assert [part.within for part in box.divided(100, 10)] == [(slice(n, n + 1),) for n in (3, 4, 5)]
 
 
 # ---- packed ----------------------------------------------------------------------------------------

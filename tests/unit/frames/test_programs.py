@@ -203,17 +203,6 @@ def test_groups_are_what_dask_computes(keys: Any, columns: Any, aggregation: str
     assert (ran.errors, ran.left) == ([], 0)
 
 
-def test_nodes_of_a_query_run_on_columns() -> None:
-    pdf = frame_of(20, 0)
-    df = dd.from_map(partial(_part, pdf, 1), range(1), meta=pdf.iloc[:0])
-    kept = df[(df.i > 0) & (df.x < 1.0) & df.s.isin(["b"])]
-    plan = kept.assign(new=kept.x * (1 - kept.y))[["new", "i"]]
-    found, ran = as_program(plan)
-    assert_equal(found, plan.compute(scheduler="sync"))
-    assert ran.on_columns >= 17
-    assert ran.left == 0
-
-
 def test_what_looks_up_rows_by_label_is_left_to_the_library() -> None:
     pdf = frame_of(20, 0).set_axis([f"row {row}" for row in range(20)])
     df = dd.from_map(partial(_part, pdf, 1), range(1), meta=pdf.iloc[:0])

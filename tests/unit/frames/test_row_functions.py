@@ -200,19 +200,6 @@ def test_functions_that_are_written_often_are_computed_on_columns(text: str) -> 
     assert sum(calls) <= 3 * row_functions.MOST_PARTS
 
 
-def test_values_that_repeat_are_computed_once() -> None:
-    names = pd.Series(np.resize(["a b", "c d", "e f"], 3_000), dtype="str")
-    found = row_functions._of_distinct(names, lambda name: name.split(" ")[1].upper() + f"{LIMIT}")
-    pd.testing.assert_series_equal(found, names.map(lambda name: name.split(" ")[1].upper() + f"{LIMIT}"))
-
-
-def test_values_that_repeat_are_not_divided_by_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_functions, "_computed", lambda *args, **kwargs: pytest.fail("is divided"))
-    rooms = pd.Series(np.resize(["r1", "r2", "r3"], 3_000), dtype="str")
-    function = function_of("row.startswith('r1') or row.startswith('r2')")
-    assert_same(on_columns(rooms, function), rooms.map(function))
-
-
 def test_a_function_that_may_do_more_is_called_once_for_each_row_in_order() -> None:
     seen: list[int] = []
 
@@ -259,17 +246,6 @@ def test_columns_in_a_list_are_not_asked_for_nulls() -> None:
     assert found is not None
     with pytest.raises(row_functions._Unknown):
         found(row_functions._Column(np.arange(3.0)))
-
-
-def test_a_list_that_is_added_to_in_place_is_added_to_once_for_each_value() -> None:
-    seen: list[int] = []
-
-    def noted(value: int) -> int:
-        every = seen
-        every += [value]
-        return len(every)
-
-    assert on_columns(readings()["count"], noted).tolist() == [*range(1, ROWS + 1)]
 
 
 def test_strings_as_files_have_them_are_known() -> None:
