@@ -57,11 +57,6 @@ def test_explicit_comms_keep_their_tasks() -> None:
     assert choose_method(None, None, True, explicit_comms=True) is MethodChoice.DEFAULT
 
 
-def test_a_local_scheduler_has_no_workers_to_shuffle() -> None:
-    for method in ("tasks", "gpurt", None):
-        assert choose_method(None, method, "all", local=True) is MethodChoice.LOCAL_SCHEDULER
-
-
 def test_every_choice_has_an_id_and_a_text_of_its_own() -> None:
     assert len({choice.id for choice in MethodChoice}) == len({choice.text for choice in MethodChoice})
     assert len({choice.id for choice in MethodChoice}) == len(MethodChoice)
@@ -115,11 +110,8 @@ class Told(Lowering):
     ("configured", "argument", "takeover", "taken"),
     [
         ("tasks", None, True, True),
-        ("tasks", None, False, False),
         (None, "tasks", True, False),
-        (None, "tasks", "all", True),
         (None, "gpurt", False, True),
-        (None, None, False, True),
     ],
 )
 def test_a_shuffle_is_lowered_as_chosen_and_told_under_one_name(

@@ -14,7 +14,7 @@ Why the result is the same
     left join looks for, in which no row of it would be found: so nothing that is computed of it is in the
     result. The rows of the other groups all stay. No result may depend on the order or the partitions of
     rows (:mod:`.dependence`), and tasks check on which dtypes of files that relies.
-    ``tests/unit/client/planning/test_needed_groups.py`` compares random programs.
+    ``tests/unit/client/planning/test_key_joins.py`` compares random programs.
 The figure
     Q17 and Q20 of TPC-H take 0.5 to 0.75 of the CPU time in most styles (``docs/decisions/planning.md``).
 """

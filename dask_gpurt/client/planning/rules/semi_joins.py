@@ -12,7 +12,7 @@ Why the result is the same
     has a semi join, whichever rows have that key. Groups have no null for a key, so rows without a key are
     left out first. Both match nulls of distinct keys. No result may depend on the order of rows
     (:mod:`.dependence`).
-    ``tests/unit/client/planning/test_semi_joins.py`` compares random programs.
+    ``tests/unit/client/planning/test_key_joins.py`` compares random programs.
 The figure
     Q4 of TPC-H takes as long as with a semi join in all styles, before 1.35 to 1.65 times
     (``docs/decisions/planning.md``).

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask._task_spec import execute_graph
-from dask.dataframe.dask_expr import _groupby, _reductions
+from dask.dataframe.dask_expr import _reductions
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 
 from dask_gpurt.client.planning.catalogue.schema import frame_of, schema_of
@@ -400,19 +400,6 @@ def test_several_aggregates_of_a_column_are_asked_about_once(library: Library, p
         for number, columns in enumerate((["name", "small", "key"], ["key", "flag", "small", "name"])):
             metadata(frame[columns].groupby("name").agg(several, split_out=number + 1).expr)
     assert planner.count("metadata.computed") == asked
-
-
-@pytest.mark.parametrize("library", ["pandas"], indirect=True)  # cudf's are lowered by dask_cudf
-def test_aggregates_alike_are_neither_lowered_nor_is_their_index_named_again(
-    library: Library, planner: Planner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frame = dd.from_pandas(tables()[0], npartitions=2)
-    with planner.used():
-        known = frame[["name", "small"]].groupby("name").agg({"small": "sum"})._meta
-        monkeypatch.setattr(_groupby.GroupbyAggregation, "_lower", None)
-        monkeypatch.setattr(pd.Index, "set_names", None)
-        again = frame[["name", "small", "key"]].groupby("name").agg({"small": "sum"})._meta
-    assert schema_of(again) == schema_of(known)
 
 
 @pytest.mark.parametrize("library", ["pandas"], indirect=True)  # in place of cudf

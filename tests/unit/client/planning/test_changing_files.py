@@ -162,27 +162,6 @@ def test_numbers_of_rows_are_of_the_files_as_they_are(
 # ---- names of columns -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
-@pytest.mark.parametrize("name", ["a.id", "a", "", "'\"`", "é.ü"])
-def test_integers_beside_nulls_stay_integers(
-    planner: Planner, tmp_path: Path, filesystem: str, name: str
-) -> None:
-    parts: list[list[int | None]] = [[LARGE, LARGE - 1], [3, None], [4, 5], [6, 7]]
-    nested = pa.array([{"id": 1}, {"id": 2}])
-    for at, values in enumerate(parts):
-        # With a column of dictionaries that has the path of the other one.
-        more = {} if name == "a" else {"a": nested}
-        columns = {"key": [2 * at, 2 * at + 1], name: pa.array(values, pa.int64()), **more}
-        (tmp_path / "rows").mkdir(exist_ok=True)
-        pq.write_table(pa.table(columns), tmp_path / f"rows/part.{at}.parquet")
-    (tmp_path / "small").mkdir()
-    pq.write_table(pa.table({"key": list(range(12))}), tmp_path / "small/part.0.parquet")
-    rows, small = read(tmp_path, filesystem, planner)
-    planner.sizes = WHOLE
-    query = rows[rows[name] == LARGE][["key", name]].merge(small, on="key")
-    assert len(result(query, planner)) == len(result(query)) == 1
-
-
 # ---- between planning and reading -------------------------------------------------------------------
 
 
@@ -233,14 +212,6 @@ def test_files_that_are_copied_are_the_same(planner: Planner, tmp_path: Path) ->
     shutil.rmtree(tmp_path / "rows")
     (tmp_path / "copy").rename(tmp_path / "rows")
     assert value_of(plan)[VALUE].tolist() == [1, 1, 4, 1, 4, 1, 1]
-
-
-def test_a_file_is_removed_before_it_is_read(planner: Planner, tmp_path: Path) -> None:
-    save(tmp_path, [table([1, 2], [1, 1])])
-    plan = planned(planner, groups(*read(tmp_path, "fsspec", planner)), APART)
-    (tmp_path / "rows/part.0.parquet").unlink()
-    with pytest.raises(FileNotFoundError):
-        value_of(plan)
 
 
 def test_nothing_is_checked_that_no_plan_relies_on(planner: Planner, tmp_path: Path) -> None:

@@ -29,9 +29,6 @@ from tests.helpers.rules import Read, computation, corrected, ruled, stored
 
 __all__ = ["corrected"]
 
-#: One operation: how it is called, and numbers that choose its arguments.
-Step = tuple[str, int, int, int]
-
 
 pytestmark = pytest.mark.usefixtures("by_tasks")
 
@@ -272,8 +269,6 @@ LATE: dict[str, Callable[[Any, Any], Any]] = {
     "of both sides": lambda large, small: (
         large.merge(small, on="key").pipe(where, lambda rows: (rows.n > 1) & (rows.label == "a")).more.sum()
     ),
-    "loc": lambda large, small: large.merge(small, on="key").loc[lambda rows: rows.n > 1].more.sum(),
-    "query": lambda large, small: large.merge(small, on="key").query("n > 1 and label == 'a'").more.sum(),
     "columns one by one": lambda large, small: (
         large.merge(small, on="key")
         .assign(day=lambda rows: rows.d.dt.day, twice=lambda rows: rows.more * 2)
@@ -295,21 +290,6 @@ LATE: dict[str, Callable[[Any, Any], Any]] = {
         )
         .pipe(where, lambda rows: (rows.n_label == "a") & (rows.n > 1))
         .more.sum()
-    ),
-    "two kinds of booleans with nulls": lambda large, small: (
-        large.merge(small, on="key")
-        .pipe(where, lambda rows: rows.s.str.contains("1|2"))
-        .pipe(where, lambda rows: rows.s != "s2")
-        .more.sum()
-    ),
-    "a suffix": lambda large, small: (
-        large.merge(small, on="key").pipe(where, lambda rows: rows.x_y > 1).more.sum()
-    ),
-    "left join": lambda large, small: (
-        large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.s.str.contains("1")).more.sum()
-    ),
-    "rows with a match of a left join": lambda large, small: (
-        large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.label == "a").more.sum()
     ),
     "integers with a match that are keys of a join": lambda large, small: (
         small.merge(large, on="key", how="left")
@@ -335,9 +315,6 @@ LATE: dict[str, Callable[[Any, Any], Any]] = {
     "distinct rows": lambda large, small: (
         large[["key", "n"]].drop_duplicates().pipe(where, lambda rows: rows.n > 1).key.sum()
     ),
-    "two results of the same rows": lambda large, small: (
-        lambda rows: rows.groupby("n").more.sum().sum() + rows.x_x.sum()
-    )(large.merge(small, on="key").pipe(where, lambda rows: rows.n > 1)),
 }
 
 
@@ -385,18 +362,6 @@ LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         ),
         "more is done with its index than that a join looks it up",
     ),
-    "all rows are used as well": (
-        lambda large, small: (lambda rows: rows[rows.n > 1].more.sum() + rows.more.sum())(
-            large.merge(small, on="key")
-        ),
-        "",
-    ),
-    "a scalar of all rows": (
-        lambda large, small: (lambda rows: rows[rows.n > rows.more.mean()].more.sum())(
-            large.merge(small, on="key")
-        ),
-        "",
-    ),
     "integers without a match": (
         lambda large, small: small.merge(large, on="key", how="left").pipe(where, lambda rows: rows.more > 1)[
             ["label", "n"]
@@ -408,12 +373,6 @@ LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
             large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.label.isnull()).x_x.sum()
         ),
         "not on one side alone",
-    ),
-    "integers with a match": (
-        lambda large, small: small.merge(large, on="key", how="left").pipe(where, lambda rows: rows.n > 1)[
-            ["n"]
-        ],
-        "not taken for an inner join",
     ),
     "bytes with a match that a condition computes with": (
         lambda large, small: (
@@ -457,30 +416,6 @@ LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
             large.merge(small, on="key").pipe(where, lambda rows: rows.n > 1).reset_index()["index"].sum()
         ),
         "may see the numbers",
-    ),
-    "values of groups": (
-        lambda large, small: (
-            large.groupby("n").x.max().reset_index().pipe(where, lambda rows: rows.x > 1).n.sum()
-        ),
-        "not on keys",
-    ),
-    "first rows": (
-        lambda large, small: (
-            large.merge(small, on="key")
-            .head(5, npartitions=-1, compute=False)
-            .pipe(where, lambda rows: rows.n > 1)
-            .more.sum()
-        ),
-        "Head",
-    ),
-    "a function of the user": (
-        lambda large, small: (
-            large.merge(small, on="key")
-            .map_partitions(lambda part: part)
-            .pipe(where, lambda rows: rows.n > 1)
-            .more.sum()
-        ),
-        "MapPartitions",
     ),
     "floats that differ in their sign": (
         lambda large, small: large[["x"]].drop_duplicates().pipe(where, lambda rows: rows.x > 1).x.sum(),
@@ -527,13 +462,6 @@ def test_queries_choose_the_same_rows(read: Read, text: str, variables: dict[str
     pd.testing.assert_frame_equal(
         canonical(value_of(plan), index=False), canonical(expected, index=False), check_dtype=False
     )
-
-
-def test_a_query_reads_the_columns_that_are_needed(read: Read) -> None:
-    for chosen in (read("large").query("n > 1 and s == 's1'"), read("large").loc[lambda rows: rows.n > 1]):
-        plan = optimize_until(ruled(chosen.x.sum())[0], "simplified-logical")
-        (table,) = plan.find_operations(ReadParquet)
-        assert set(table.columns) <= {"x", "n", "s"}
 
 
 def test_rows_of_renamed_columns_are_chosen_from_one_read(read: Read) -> None:

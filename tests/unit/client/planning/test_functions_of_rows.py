@@ -63,16 +63,10 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "flag of rows": lambda rows: (
         rows.assign(far=as_series(rows, far, ("far", "int64"))).groupby("zone").far.sum()
     ),
-    "after a filter": lambda rows: as_series(rows[rows.fare > 3], far, ("far", "int64")).sum(),
-    "filtered later": lambda rows: rows.assign(far=as_series(rows, far, ("far", "int64")))[
-        lambda some: some.zone == 2
-    ].far.sum(),
     "of values": lambda rows: rows.kind.map(lambda kind: kind == "k1", meta=("kind", "bool")).sum(),
-    "by apply": lambda rows: rows.begun.apply(lambda time: time.hour, meta=("begun", "int64")).sum(),
     "of all numbers": lambda rows: (
         rows[["zone", "fare"]].apply(lambda row: row.zone * row.fare, axis=1, meta=(None, "float64")).sum()
     ),
-    "rounded": lambda rows: as_series(rows, lambda row: round(row.fare / 3, 1), (None, "float64")).sum(),
 }
 
 
@@ -128,14 +122,6 @@ def test_times_of_several_units_have_that_of_the_row() -> None:
     result = as_series(dd.from_pandas(times, npartitions=1), lambda row: row.begun, (None, times.ended.dtype))
     plan, _ = ruled(result)
     assert value_of(plan).dtype == value_of(computation(result)).dtype == "M8[ns]"
-
-
-def test_a_function_of_values_that_returns_series_makes_a_frame() -> None:
-    meta = pd.DataFrame({0: [0], 1: [0]})
-    rows = dd.from_pandas(trips(), npartitions=1)
-    result = rows.zone.apply(lambda zone: pd.Series([zone, zone + 1]), meta=meta)
-    plan, _ = ruled(result)
-    pd.testing.assert_frame_equal(value_of(plan), value_of(computation(result)))
 
 
 def test_partitions_without_rows_have_no_columns_of_their_own() -> None:

@@ -81,14 +81,6 @@ def parts(task: Any) -> set[Key]:
     return set(task.args[0]) if task.func.__name__ == "_execute_subgraph" else {task.key}
 
 
-def test_a_chain_has_the_key_of_its_last_task() -> None:
-    tasks = shuffled({"read": (), "filter": ("read",), "transfer": ("filter",)}, {"output": ("barrier",)})
-    fused = fuse_chains(tasks, {"output"})
-    assert fused.keys() == {"transfer", "barrier", "output"}
-    assert parts(fused["transfer"]) == {"read", "filter", "transfer"}
-    assert execute_graph(fused)["output"] == execute_graph(tasks)["output"]
-
-
 def test_a_read_is_fused_with_its_transfer_and_an_output_with_what_follows() -> None:
     fused = fuse_chains(
         shuffled(
@@ -108,38 +100,32 @@ def test_a_read_is_fused_with_its_transfer_and_an_output_with_what_follows() -> 
     assert fused["sum-0"].dependencies == {"barrier"}
 
 
-def test_tasks_that_other_computations_may_share_are_not_fused() -> None:
-    """A computation that needs the filter itself has a sum of the same name, which is a different task."""
-    tasks = graph({"read": (), "filter": ("read",), "sum": ("filter",)})
-    assert fuse_chains(tasks, {"sum"}) == tasks
+SHUFFLED = ({"read": (), "transfer": ("read",)}, {"output": ("barrier",), "sum": ("output",)})
+#: Graphs of which no task is fused, with the key that is wanted and the computation.
+LEFT: dict[str, tuple[dict[Key, Any], str, str]] = {
+    # Another computation that needs the filter itself has a sum of the same name, which is a different task.
+    "tasks that others may share": (
+        graph({"read": (), "filter": ("read",), "sum": ("filter",)}),
+        "sum",
+        COMPUTATION,
+    ),
+    "a shuffle of Dask": (shuffled(*SHUFFLED, own=False), "sum", COMPUTATION),
+    "a shuffle that others may share": (shuffled(*SHUFFLED), "sum", "another"),
+    "inputs of two tasks": (
+        shuffled(
+            {"read": (), "transfer": ("read",), "other": ("read",)},
+            {"output": ("barrier",), "sum": ("output",), "min": ("output",), "end": ("sum", "min", "other")},
+        ),
+        "end",
+        COMPUTATION,
+    ),
+}
 
 
-def test_a_shuffle_of_dask_is_left() -> None:
-    tasks = shuffled(
-        {"read": (), "transfer": ("read",)}, {"output": ("barrier",), "sum": ("output",)}, own=False
-    )
-    assert fuse_chains(tasks, {"sum"}) == tasks
-
-
-def test_a_shuffle_that_others_may_share_is_left() -> None:
-    tasks = shuffled({"read": (), "transfer": ("read",)}, {"output": ("barrier",), "sum": ("output",)})
-    assert fusing.fuse_chains(tasks, {"sum"}, "another") == tasks
-
-
-def test_an_input_of_two_tasks_is_computed_once() -> None:
-    outputs = {"output": ("barrier",), "sum": ("output",), "min": ("output",), "all": ("sum", "min")}
-    tasks = shuffled(
-        {"read": (), "transfer": ("read",), "other": ("read",)}, outputs | {"end": ("all", "other")}
-    )
-    assert fuse_chains(tasks, {"end"}) == tasks
-
-
-def test_a_result_of_before_is_found_by_its_key() -> None:
-    """A future is referred to by its key, which the scheduler knows."""
-    tasks = shuffled({"map": ("future",), "transfer": ("map",)}, {"output": ("barrier",)})
-    fused = fuse_chains(tasks, {"output"})
-    assert parts(fused["transfer"]) == {"map", "transfer"}
-    assert fused["transfer"].dependencies == {"future"}
+@pytest.mark.parametrize("name", LEFT)
+def test_tasks_that_others_need_are_not_fused(name: str) -> None:
+    tasks, wanted, computation = LEFT[name]
+    assert fusing.fuse_chains(tasks, {wanted}, computation) == tasks
 
 
 @st.composite
@@ -202,16 +188,6 @@ def test_a_plan_without_shuffles_is_of_dask_alone() -> None:
     """So any scheduler can compute it without the runtime, also that of another client."""
     found = fuse(plan((table().value * 2 + 1).abs()))
     assert {type(expr).__module__.partition(".")[0] for expr in found.walk()} == {"dask"}
-
-
-@pytest.mark.parametrize("collections", [1, 2])
-def test_fused_plans_have_the_same_results(collections: int) -> None:
-    frames = [table()[table().value > 1].assign(other=1), table().groupby("key").value.sum()][:collections]
-    found = fuse(plan(*frames))
-    keys = list(flatten(found.__dask_keys__()))
-    assert len(keys) == collections
-    for computed, frame in zip(dask.get(tasks_of(found), keys), frames, strict=True):
-        assert computed.equals(frame.compute(scheduler="sync"))
 
 
 def sums(partitions: int, name: str = "total") -> Any:

@@ -142,7 +142,6 @@ _names = st.sampled_from(list(tables()))
 _numbers = st.integers(0, 60)
 _joins = st.tuples(st.sampled_from(["join", "join", "join from the left", "look up"]), _numbers)
 _between = st.tuples(st.sampled_from(["equal", "choose", "assign", "some", "rename"]), _numbers)
-_steps = st.lists(st.one_of(_joins, _between), max_size=2)
 #: Tables or trees of joins that are joined with each other, with some operations in between.
 _trees = st.recursive(
     _names, lambda tree: st.tuples(tree, _joins, tree, st.lists(_between, max_size=2)), max_leaves=6
@@ -224,30 +223,6 @@ LARGE_FIRST: dict[str, tuple[Program, Any]] = {
         ),
         ["sales", ["items", "towns"]],
     ),
-    "the same table twice": (
-        lambda of: (
-            of["sales"]
-            .merge(of["items"], left_on="item", right_on="id")
-            .merge(of["towns"][["id", "name"]], left_on="shop", right_on="id", suffixes=("", "_of_shop"))
-            .merge(of["towns"][["id", "name"]], left_on="kind", right_on="id", suffixes=("", "_of_kind"))
-            .groupby(["name", "name_of_kind"])
-            .price_x.sum()
-            .reset_index()
-        ),
-        None,
-    ),
-    "lookups by an index": (
-        lambda of: (
-            of["sales"]
-            .merge(of["shops"].set_index("shop"), left_on="shop", right_index=True)
-            .merge(of["towns"].set_index("id"), left_on="town", right_index=True)
-            .pipe(lambda rows: rows[rows.kind == 2])
-            .groupby("name_x")
-            .price.sum()
-            .reset_index()
-        ),
-        ["sales", ["shops", "towns"]],
-    ),
     "keys with other names": (
         lambda of: (
             of["sales"]
@@ -292,15 +267,11 @@ def joins(of: dict[str, Any], **keywords: Any) -> Any:
 #: Programs whose joins stay in their order, and what says so.
 LEFT: dict[str, tuple[Program, str]] = {
     "first rows": (lambda of: joins(of).head(3, npartitions=-1, compute=False).price.sum(), "Head"),
-    "running sums": (lambda of: joins(of).price.cumsum(), "CumSum"),
     "a function of the user": (
         lambda of: joins(of).map_partitions(lambda part: part).price.sum(),
         "MapPartitions",
     ),
-    "first rows of groups": (lambda of: joins(of).groupby("town").price.first().reset_index(), "First"),
-    "rows of partitions": (lambda of: joins(of).shift(1).price.sum(), "Shift"),
     "where rows are from": (lambda of: joins(of, indicator=True).price.sum(), "depend on partitions"),
-    "rows without a match": (lambda of: joins(of, how="outer").price.sum(), "depend on partitions"),
     "a join that is used twice": (
         lambda of: (
             lambda rows: rows.merge(of["towns"], left_on="town", right_on="id").price.sum() + rows.shop.sum()

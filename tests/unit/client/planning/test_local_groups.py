@@ -92,13 +92,9 @@ def test_footers_tell_the_range_of_a_file(tmp_path: Path, filesystem: str) -> No
 
 
 UNKNOWN: dict[str, Callable[[Path], Any]] = {
-    "nulls": lambda folder: ranges_in(write(folder, [keys([1, None]), keys([5])])),
-    "floats": lambda folder: ranges_in(write(folder, [pa.array([1.5]), pa.array([5.0])])),
-    "strings": lambda folder: ranges_in(write(folder, [pa.array(["a"]), pa.array(["b"])])),
     "unsigned numbers": lambda folder: ranges_in(
         write(folder, [keys([1], pa.uint64()), keys([2**63], pa.uint64())])
     ),
-    "no statistics": lambda folder: ranges_in(write(folder, [keys([1]), keys([5])], write_statistics=False)),
     "another type in a file": lambda folder: ranges_in(write(folder, [keys([1]), pa.array([5.0])])),
     "object storage": lambda folder: ranges_in_storage([[1, 2], [5]]),
     "files that are divided": lambda folder: ranges_in(
@@ -115,11 +111,6 @@ def test_no_range_is_known(tmp_path: Path, name: str) -> None:
     assert UNKNOWN[name](tmp_path / "table")[-1] is None
 
 
-def test_columns_of_one_path_are_told_apart(tmp_path: Path) -> None:
-    table = pa.table({"a": [{"b": 3}, {"b": 4}], "a.b": keys([1, 2])})
-    assert ranges_in(write(tmp_path / "table", [table]), "a.b") == [(1, 2)]
-
-
 @pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
 def test_files_of_different_dtypes_are_left_to_dask(tmp_path: Path, filesystem: str) -> None:
     """Integers with nulls are floats: here 2**53 + 1 beside them would be equal to 2**53."""
@@ -130,12 +121,6 @@ def test_files_of_different_dtypes_are_left_to_dask(tmp_path: Path, filesystem: 
     groups = rows.groupby("key").agg({"value": "max"}).reset_index()
     _, counted = planned(small.merge(groups[groups.value == 2**53], on="key"))
     assert counted == {}
-
-
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
-def test_files_without_rows_have_no_range(tmp_path: Path, filesystem: str) -> None:
-    folder = write(tmp_path / "table", [keys([1, 2]), keys([]), keys([5])])
-    assert sorted(ranges_in(folder, filesystem=filesystem)) == [(1, 2), (5, 5)]
 
 
 # ---- plans ------------------------------------------------------------------------------------------
@@ -197,22 +182,6 @@ def with_several(counts: Any) -> Any:
     return counts[counts.numbers > 1]
 
 
-def groups_of(rows: Any) -> Any:
-    return rows.groupby("key").agg({"value": "sum", "other": "max"})
-
-
-def numbered(groups: Any) -> Any:
-    return groups.assign(x=groups[groups.other > 5].reset_index(drop=True).value)
-
-
-def filled(groups: Any) -> Any:
-    return groups.assign(x=groups.other.where(groups.other > 5))
-
-
-def as_text(groups: Any) -> Any:
-    return groups.assign(x=groups.other.astype(str))
-
-
 def filtered(rows: Any) -> Any:
     return rows[rows.other > 2]
 
@@ -251,15 +220,6 @@ LOCAL: dict[str, tuple[Program, dict[str, int]]] = {
         ),
         {"groups": 2},
     ),
-    "groups on the left of a join": (
-        lambda rows, small: (
-            rows.groupby("key")
-            .value.max()
-            .reset_index()
-            .merge(small.astype({"label": float}), on="key", how="left")
-        ),
-        {"groups": 1},
-    ),
     "groups that are joined, and others that are the result": (
         lambda rows, small: (
             rows.merge(rows.groupby("key").agg({"other": "max"}).reset_index(), on=["key", "other"])
@@ -271,22 +231,10 @@ LOCAL: dict[str, tuple[Program, dict[str, int]]] = {
 }
 #: Programs that are left to Dask.
 LEFT: dict[str, Program] = {
-    "distinct rows that are joined": lambda rows, small: small.merge(
-        rows[["key", "name"]].drop_duplicates(), on="key"
-    ),
     "distinct rows in groups by another column": lambda rows, small: (
         rows[["key", "more"]].drop_duplicates(keep="last").groupby("more").key.sum()
     ),
-    "labels of groups beside numbers": lambda rows, small: small.merge(
-        groups_of(rows).reset_index().assign(x=groups_of(rows).value), on="key"
-    ),
-    "rows that are numbered again": lambda rows, small: small.merge(
-        numbered(groups_of(rows).reset_index()), on="key"
-    ),
-    "values of other rows": lambda rows, small: small.merge(filled(groups_of(rows).reset_index()), on="key"),
-    "text of times": lambda rows, small: small.merge(as_text(groups_of(rows).reset_index()), on="key"),
     "groups that are the result": lambda rows, small: rows.groupby("key").value.sum(),
-    "groups with labels": lambda rows, small: rows.groupby("key").value.sum().reset_index(),
     "the sum of groups": lambda rows, small: rows.groupby("key").value.sum().sum(),
     "sorted groups": lambda rows, small: small.merge(
         rows.groupby("key", sort=True).value.sum().reset_index(), on="key"
@@ -304,32 +252,12 @@ LEFT: dict[str, Program] = {
     "a key that is computed": lambda rows, small: small.merge(
         rows.groupby(rows.key // 7).value.sum().reset_index(), on="key"
     ),
-    "categories": lambda rows, small: small.merge(
-        rows.assign(name=rows.name.astype("category").cat.set_categories(["n0", "n1"]))
-        .groupby(["key", "name"], observed=False)
-        .value.sum()
-        .reset_index(),
-        on="key",
-    ),
     "the first of groups": lambda rows, small: small.merge(
         rows.groupby("key").value.first().reset_index(), on="key"
     ),
     "a function of the user": lambda rows, small: small.merge(
         rows.map_partitions(lambda part: part.assign(key=1)).groupby("key").value.sum().reset_index(),
         on="key",
-    ),
-    "groups beside another frame": lambda rows, small: small.merge(
-        rows.groupby("key").value.sum().to_frame().assign(one=small.groupby("key").label.sum()).reset_index(),
-        on="key",
-    ),
-    "first rows of a join": lambda rows, small: small.merge(
-        rows.groupby("key").value.sum().reset_index(), on="key"
-    ).head(5, compute=False),
-    "a join by index": lambda rows, small: small.merge(
-        rows.groupby("key").value.sum().to_frame(), left_on="key", right_index=True
-    ),
-    "joined rows": lambda rows, small: small.merge(
-        rows.merge(small, on="key").groupby("key").value.sum().reset_index(), on="key"
     ),
 }
 
@@ -382,13 +310,6 @@ def test_files_that_are_read_together_are_grouped_together(folder: Path) -> None
     result = build(*(dd.read_parquet(folder / each) for each in ("sorted", "small")))
     plan, counted = planned(result, PartitionSizes(workers=1, threads=2, partition=1 << 30, broadcast=0))
     assert counted == expected
-    assert_same_rows(result, plan)
-
-
-def test_some_files_of_a_table(folder: Path) -> None:
-    rows, small = (dd.read_parquet(folder / each) for each in ("sorted", "small"))
-    result = LOCAL["distinct pairs of a key"][0](rows.partitions[1:4], small)
-    plan, _ = planned(result)
     assert_same_rows(result, plan)
 
 

@@ -326,14 +326,12 @@ OF_COUNTS: dict[str, Program] = {
     "filled by a mapping": lambda rows: (
         rows.fillna({"c": 0}).astype({"j": "int64"}).pipe(lambda all: all[all.c > 1].j.sum())
     ),
-    "filled by half": lambda rows: rows.c.fillna(0.5).astype("int64").sum(),
     "grouped by": lambda rows: (
         rows.assign(c=rows.c.fillna(-1).astype("int64")).groupby("c", sort=True).j.sum()
     ),
     "compared": lambda rows: (rows.c.fillna(0) > 1).sum(),
     "chosen by": lambda rows: rows[rows.c >= 2].j.sum(),
     "a share": lambda rows: (rows.c / rows.j).sum(),
-    "a share of a number": lambda rows: (rows.c.fillna(0) / 7).astype("int64").sum(),
 }
 NOT_OF_COUNTS: dict[str, Program] = {
     "a sum with large integers": lambda rows: (rows.c + rows.i).sum(),

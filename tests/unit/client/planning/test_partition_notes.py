@@ -76,10 +76,6 @@ PROGRAMS: dict[str, tuple[Program, list[set[str]]]] = {
         ),
         [{"left"}],
     ),
-    "a new column": (
-        lambda left, right: joined(left, right).assign(twice=lambda rows: rows.key * 2),
-        [{"key"}],
-    ),
     "a key that is assigned anew": (
         lambda left, right: joined(left, right).assign(key=lambda rows: rows.key // 3),
         [],
@@ -111,7 +107,6 @@ PROGRAMS: dict[str, tuple[Program, list[set[str]]]] = {
         ),
         [],
     ),
-    "real numbers": (lambda left, right: joined(left, right, on="real"), [{"real"}]),
     "keys of two dtypes": (
         lambda left, right: joined(left, right, on=None, left_on="key", right_on="short"),
         [{"key_l"}, {"short_r"}],

@@ -1,7 +1,8 @@
-"""Check into how many partitions tables are read, and that no result depends on it."""
+"""Check into how many partitions tables are read, that no result depends on it, and plans from the cache."""
 
 from __future__ import annotations
 
+import gc
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.examples import examples
 from tests.helpers.nightly import nightly
 from tests.helpers.planned import Planner, Step, by_size, computed, programs, run, value_of, written
+from tests.helpers.planned import planned as plan_of
 
 #: Sizes for which each table that may be a single partition becomes one.
 WHOLE = PartitionSizes(workers=1, threads=1, partition=1 << 50, broadcast=1 << 50)
@@ -171,13 +173,9 @@ LOOKUP = pd.DataFrame({"rate": np.arange(20) / 4}, index=pd.Index(range(5, 25), 
 #: Programs on a large and on a small table whose result is the same for any partitions.
 INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "join": lambda large, small: large.merge(small, on="key"),
-    "left join": lambda large, small: large.merge(small, on="key", how="left"),
-    "filtered join": lambda large, small: large[large.value > 100].merge(small[small.more > 1], on="key"),
-    "groupby": lambda large, small: large.groupby("name", sort=True).value.sum(),
     "aggregations": lambda large, small: large.groupby("name", sort=True).agg(
         {"value": ["sum", "mean"], "key": "max"}
     ),
-    "groupby of a join": lambda large, small: large.merge(small, on="key").groupby("label").value.mean(),
     "top of a join": lambda large, small: (
         large.merge(small, on="key").sort_values(["value"]).head(5, compute=False)
     ),
@@ -202,42 +200,11 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "number of rows": lambda large, small: large[large.value > 100].shape[0],
     "number of joined rows": lambda large, small: large.merge(small[small.more > 1], on="key").shape[0],
-    "join on keys of two widths": lambda large, small: (
-        large.astype({"key": "int32"}).merge(small, on="key").groupby("key", sort=True).value.sum()
-    ),
     "left join on keys of two widths": lambda large, small: large.astype({"key": "int32"}).merge(
         small, on="key", how="left"
     )[["key", "value"]],
-    "reduction": lambda large, small: large.value.sum(),
-    "join with distinct rows": lambda large, small: (
-        large[["name"]]
-        .drop_duplicates()
-        .merge(small[["label", "more"]], left_on="name", right_on="label", how="left")
-    ),
     "scalar in a filter": lambda large, small: (
         large[large.value > large.value.mean()].groupby("key", sort=True).size()
-    ),
-    "arithmetic": lambda large, small: large.assign(twice=large.value * 2 + large.key).twice.sum(),
-    "strings": lambda large, small: large[large.name.str.contains("7")].groupby("name").key.count().sum(),
-    "sorted join": lambda large, small: large.merge(small, on="key").sort_values("value"),
-    "a whole table": lambda large, small: small.groupby(["key", "label", "more"], sort=True).size(),
-    "concat": lambda large, small: (
-        dd.concat([large[["key"]], small[["key"]]]).groupby("key", sort=True).size()
-    ),
-    "labels of groups": lambda large, small: large.groupby("name", sort=True).value.sum().reset_index(),
-    "numbers of groups": lambda large, small: (
-        large.groupby("name", sort=True).value.sum().reset_index().reset_index()
-    ),
-    "labels of joined groups": lambda large, small: (
-        large.merge(small, on="key").groupby("label").value.mean().reset_index()
-    ),
-    "join on the index of groups": lambda large, small: (
-        large.merge(large.groupby("key").value.mean().to_frame("mean"), left_on="key", right_index=True)
-        .groupby("name", sort=True)
-        .agg({"mean": "sum", "number": "count"})
-    ),
-    "join of groups on their indexes": lambda large, small: (
-        large.groupby("key").value.max().to_frame("most").join(small.groupby("key").more.sum(), how="outer")
     ),
     "rows without a match": lambda large, small: (
         small.merge(large[large.value > 500], on="key", how="left")
@@ -248,23 +215,8 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "quotient of groups of which some are missing": lambda large, small: (
         large[large.key > 9].groupby("key").value.sum() / large.groupby("key").value.sum()
     ).sum(),
-    "columns of groups set one by one": lambda large, small: (
-        large.groupby("key")[["value"]]
-        .sum()
-        .join(large[large.number > 1].groupby("key")[["number"]].mean())
-        .assign(rows=large.groupby("key").size())
-        .sum()
-        .sum()
-    ),
     "running sum of groups": lambda large, small: (
         large.groupby("key", sort=True).value.sum().cumsum().reset_index()
-    ),
-    "a function on rows of groups": lambda large, small: (
-        large.groupby("key", sort=True)
-        .value.sum()
-        .reset_index()
-        .apply(lambda row: row.key * row.value, axis=1, meta=("x", float))
-        .to_frame()
     ),
     "differences of sorted groups": lambda large, small: (
         large.groupby(["key", "number"], sort=True)
@@ -291,47 +243,22 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "first rows": lambda large, small: large[["key"]].head(3, compute=False),
     "a function on partitions": lambda large, small: large[["key"]].map_partitions(len),
     "running sum": lambda large, small: large[["key"]].cumsum(),
-    "shift": lambda large, small: large[["key"]].shift(1),
     "first of each group": lambda large, small: large.groupby("name").value.first(),
     "order of groups": lambda large, small: large.groupby("name").value.sum(),
-    "labels of groups in no fixed order": lambda large, small: (
-        large.groupby("name").value.sum().reset_index().sort_values("name")
-    ),
-    "order of counted values": lambda large, small: large.name.value_counts(),
     "order of distinct rows": lambda large, small: large.set_index("key")[["name"]].drop_duplicates(
         split_out=True
     ),
     "integers without a match": lambda large, small: (
         small.merge(large, on="key", how="left").assign(n=lambda rows: rows.number + 1).n.sum()
     ),
-    "integers beside rows without a match": lambda large, small: small.merge(large, on="key", how="left"),
-    "first duplicate": lambda large, small: large[["key", "name"]].drop_duplicates(subset=["name"]),
     "a function on rows of groups in no fixed order": lambda large, small: (
         large.groupby("name", sort=False).value.sum().map_partitions(lambda part: part.cumsum())
     ),
-    "numbers of rows of joined groups in no fixed order": lambda large, small: (
-        large.groupby("name", sort=False)
-        .value.sum()
-        .reset_index()
-        .merge(large.groupby("name", sort=False)[["number"]].sum().reset_index(), on="name")
-        .map_partitions(lambda part: part.tail(1))
-    ),
-    "a function on joined rows": lambda large, small: (
-        small.merge(large, on="key").repartition(npartitions=1).map_partitions(lambda part: part.tail(1))
-    ),
     "where": lambda large, small: large[["key"]].where(lambda part: part > part.mean()).key.sum(),
-    "dates without a format": lambda large, small: (
-        large.assign(day=dd.to_datetime(large.name, errors="coerce")).groupby("key").day.count()
-    ),
-    "numbers of least width": lambda large, small: dd.to_numeric(large.key, downcast="integer").sum(),
     "categories of a partition": lambda large, small: (
         large.astype({"name": "category"}).groupby("name").size()
     ),
     "numbers of sorted rows": lambda large, small: large.sort_values("value", ignore_index=True).index.max(),
-    "numbers of distinct rows": lambda large, small: large[["name"]].drop_duplicates(ignore_index=True),
-    "local times": lambda large, small: (
-        dd.to_datetime(large.key, unit="D").dt.tz_localize("UTC", ambiguous="infer").max()
-    ),
     "numbers of rows of files": lambda large, small: large.reset_index().groupby("index").value.sum(),
     "join on numbers of rows": lambda large, small: large.merge(small, left_on="key", right_index=True),
     "groups joined on indexes of unlike dtypes": lambda large, small: (
@@ -437,39 +364,17 @@ def groups(table: Any) -> Any:
 
 #: Programs in which Dask may leave out a shuffle because of a wrong note of how rows are divided.
 NOTED: dict[str, Callable[[Callable[[str], Any]], Any]] = {
-    "a single partition that is sent": lambda read: (
-        read("few")[["more", "few"]]
-        .merge(groups(read("other")), on="more")
-        .groupby("key")
-        .agg({"few": "count"}, split_out=True)
-    ),
     "few partitions that are sent": lambda read: (
         read("long")[["key", "long"]]
         .merge(read("few")[["key", "few"]], on="key")
         .groupby("key")
         .agg({"long": "count"}, split_out=True)
     ),
-    "a name of the other side": lambda read: (
-        groups(read("few"))
-        .merge(read("other")[["more", "key", "other"]], on="more", suffixes=("_old", ""))
-        .groupby("key")
-        .agg({"other": "sum"}, split_out=True)
-    ),
     "a name that is assigned anew": lambda read: (
         read("few")[["key", "few"]]
         .merge(read("other")[["key", "other"]], on="key")
         .assign(key=lambda joined: joined.key // 2)
         .merge(read("many")[["key", "many"]], on="key")
-    ),
-    "rows without a match": lambda read: (
-        read("few")[["key", "few"]]
-        .merge(
-            read("other")[read("other").null > 10][["null", "other"]],
-            left_on="key",
-            right_on="null",
-            how="left",
-        )
-        .merge(read("many")[["null", "many"]], on="null")
     ),
     "no note to follow": lambda read: (
         read("many")[["key", "many"]]
@@ -497,11 +402,8 @@ HUGE = 1 << 30
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("a single partition that is sent", PartitionSizes(1, 1, 1_600, 0)),
         ("few partitions that are sent", PartitionSizes(1, 2, 1_600, 0)),
-        ("a name of the other side", PartitionSizes(1, 1, 1_600, 0)),
         ("a name that is assigned anew", PartitionSizes(1, 2, HUGE, 0)),
-        ("rows without a match", PartitionSizes(1, 2, HUGE, 0)),
         ("no note to follow", PartitionSizes(1, 2, HUGE, HUGE)),
     ],
 )
@@ -675,3 +577,79 @@ def test_a_sort_is_not_computed_to_plan_its_first_rows(monkeypatch: pytest.Monke
     with dask.config.set(scheduler=None), planner.used():
         plan = planner.cache.optimise(optimize_until, first.expr, "simplified-physical")
     assert value_of(plan).y.to_list() == [25, 22, 19]
+
+
+# ---- plans from the cache ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planner(library: Library, readers: list[Callable[[], Any]]) -> Iterator[Planner]:
+    """Share one cache between all programs: entries of one are used by the next, while no setting changes."""
+    planner = Planner()
+    planner.cache.install()
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "dataframe.backend": library.name}):
+        yield planner
+    planner.cache.remove()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planning") / "results"
+
+
+@examples(6)
+@given(program=programs)
+def test_programs_are_planned_and_computed_as_dask_does(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
+) -> None:
+    """At first, again, and by the next process."""
+    with warnings.catch_warnings(), dask.config.set(scheduler="sync"):
+        warnings.simplefilter("ignore")
+        gc.collect()  # otherwise Dask finds the previous run's expressions
+        expected, result = plan_of(readers, program), computed(readers, program)
+        with planner.used():
+            plans = [plan_of(readers, program) for _ in range(2)]
+            for _ in range(2):
+                planner.begin_again(stored)
+                gc.collect()
+                plans.append(plan_of(readers, program))
+            found = computed(readers, program)
+    assert plans == [expected] * 4
+    assert_same(found, result)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, pd.DataFrame):
+        pd.testing.assert_frame_equal(found, expected, check_exact=True)
+    elif isinstance(expected, pd.Series):
+        pd.testing.assert_series_equal(found, expected, check_exact=True)
+    else:
+        assert found == expected
+
+
+KEPT = ("expressions.reused", "plans.reused", "files.reused")
+LOADED = ("metadata.loaded", "plans.loaded", "files.loaded")
+COMPUTED = ("metadata.computed", "plans.computed", "files.read")
+
+
+def test_that_programs_use_what_was_kept_and_stored(
+    planner: Planner, readers: list[Callable[[], Any]], stored: Path
+) -> None:
+    chosen = {"column": "key", "other": "name", "sides": "on", "how": "left", "suffixes": ("_x", "_y")}
+    program: list[Step] = [("merge", 0, 2, chosen | {"indicator": False})]
+    read = [readers[0], readers[2], readers[4]]
+
+    def rises(*counted: str) -> list[bool]:
+        before = [planner.count(what) for what in counted]
+        plan_of(read, program)
+        return [planner.count(what) > count for what, count in zip(counted, before, strict=True)]
+
+    with planner.used():
+        planner.begin_again(stored)
+        assert plan_of(read, program)["errors"] == []
+        assert all(rises(*KEPT))
+        planner.begin_again(stored)
+        gc.collect()
+        assert rises(*LOADED, *COMPUTED) == [True] * 3 + [False] * 3
+    assert planner.metrics.snapshot()["fallbacks"] == {}

@@ -30,6 +30,7 @@ from pyarrow.fs import LocalFileSystem
 from dask_gpurt.client.planning import cache as module
 from dask_gpurt.client.planning.catalogue.schema import CATEGORIES_LIMIT, schema_of
 from dask_gpurt.client.planning.keys import frozen, text_of_frame
+from dask_gpurt.client.planning.origins import Origins, named
 from dask_gpurt.client.planning.packed import LRU
 from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.dask_hooks import planning, replacing
@@ -49,18 +50,6 @@ def query(path: str) -> Any:
     return joined.assign(twice=joined.value_x * 2)
 
 
-def test_a_query_is_planned_once(planner: Planner, tmp_path: Path) -> None:
-    path = write(tmp_path / "table")
-    first = query(path).optimize()
-    computed = planner.count("metadata.computed")
-    again = query(path).optimize()
-    assert again.expr is first.expr
-    assert planner.count("plans.reused") == 1
-    assert planner.count("metadata.computed") == computed
-    with dask.config.set(scheduler="sync"):
-        assert len(again.compute()) == 6
-
-
 def test_a_step_that_makes_no_sense_fails_each_time(planner: Planner, tmp_path: Path) -> None:
     """Dask leaves wrong metadata on such an expression, and would use them if it were cached."""
     table = dd.read_parquet(write(tmp_path / "table"))
@@ -71,29 +60,13 @@ def test_a_step_that_makes_no_sense_fails_each_time(planner: Planner, tmp_path: 
         gc.collect()
 
 
-def test_operations_on_frames_alike_are_described_once(planner: Planner, tmp_path: Path) -> None:
-    table = dd.read_parquet(write(tmp_path / "table"))
-    assert list(table[table.value > 1][["key"]].columns) == ["key"]
-    computed = planner.count("metadata.computed")
-    other = table[table.value > 2][["key"]]
-    assert planner.count("metadata.computed") == computed  # also with another value
-    other.expr._meta.index.name = "own"  # each expression has its own frame
-    assert table[table.value > 3][["key"]].expr._meta.index.name is None
-
-
 #: The ways to name the files of a folder, as arguments of ``read_parquet``.
 WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
     "folder": lambda folder: {"path": folder},
     "files": lambda folder: {"path": sorted(map(str, Path(folder).iterdir()))},
     "pattern": lambda folder: {"path": f"{folder}/*.parquet"},
-    "patterns": lambda folder: {"path": [f"{Path(folder).parent}/t?ble/part.[0-9].*"]},
     "arrow": lambda folder: {"path": folder, "filesystem": "arrow"},
-    "arrow's URI": lambda folder: {"path": f"file://{folder}/", "filesystem": "pyarrow"},
     "arrow's own": lambda folder: {"path": folder, "filesystem": LocalFileSystem(use_mmap=True)},
-    "files of arrow": lambda folder: {
-        "path": sorted(map(str, Path(folder).iterdir())),
-        "filesystem": LocalFileSystem(),
-    },
 }
 
 
@@ -170,18 +143,6 @@ def test_functions_of_the_user_are_called_again(planner: Planner, tmp_path: Path
     gc.collect()
     assert expression() is None
     assert dd.read_parquet(path).map_partitions(function)._name == name
-
-
-def test_aggregates_with_names_are_planned_once(planner: Planner, tmp_path: Path) -> None:
-    """pandas makes a defaultdict of them."""
-    path = write(tmp_path / "table")
-    plans = [
-        dd.read_parquet(path).groupby("key").agg(all=("value", "sum"), most=("value", "max")).optimize()
-        for _ in range(2)
-    ]
-    assert plans[0].expr is plans[1].expr
-    assert planner.count("plans.reused") == 1
-    assert list(plans[1].compute().columns) == ["all", "most"]
 
 
 def test_settings_by_which_dask_plans_drop_what_was_kept(planner: Planner, tmp_path: Path) -> None:
@@ -371,7 +332,7 @@ def test_classes_of_dask_are_pickled_once_for_all_names(monkeypatch: pytest.Monk
 
 
 def test_another_dask_cudf_looks_at_files_itself_which_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planner: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class CudfEngine(ArrowDatasetEngine):  # type: ignore[misc]
         @classmethod
@@ -384,14 +345,8 @@ def test_another_dask_cudf_looks_at_files_itself_which_counts(
     for each in (*parents[0], module_):
         monkeypatch.setitem(sys.modules, each.__name__, each)
     module_.CudfEngine = CudfEngine  # type: ignore[attr-defined]
-    path, planner = write(tmp_path / "table"), Planner()
-    planner.cache.install()
-    try:
-        with planner.used():
-            table = dd.read_parquet(path, engine=CudfEngine)
-            assert list(table.columns) == ["key", "value"]
-    finally:
-        planner.cache.remove()
+    table = dd.read_parquet(write(tmp_path / "table"), engine=CudfEngine)
+    assert list(table.columns) == ["key", "value"]
     found = planner.metrics.fallbacks()["planning.files"]
     assert found["count"] == 1
     assert "_create_dd_meta takes (" in found["reason"]
@@ -409,16 +364,6 @@ def test_frames_are_told_without_their_dtypes(
     assert chosen.expr.columns == ["key"]
     assert combined.npartitions == 2
     assert "_meta" not in vars(combined) | vars(combined.left)
-
-
-def test_operands_are_looked_up_as_dask_does(planner: Planner, tmp_path: Path) -> None:
-    table = dd.read_parquet(write(tmp_path / "table"))
-    rows = table[table.value > 1]
-    assert (rows.expr.frame, rows.expr.predicate) == (table.expr, (table.value > 1).expr)
-    assert rows.expr.columns == ["key", "value"]
-    assert rows.expr.key._name == rows.key.expr._name  # a column, and no operand
-    with pytest.raises(AttributeError, match="unsupported API function"):
-        rows.expr.missing  # noqa: B018
 
 
 def test_settings_that_are_equal_but_of_other_types_differ() -> None:
@@ -439,3 +384,39 @@ def test_collections_of_known_kinds_are_made_without_metadata(planner: Planner) 
         assert made[1]._meta.shape[1:] == ((1,) if kind is dd.DataFrame else ())
     assert type(rows.a.sum()) is not dd.Series
     assert type(rows.index) is dd.Index
+
+
+# ---- names of operations, and what is told of a plan --------------------------------------------------
+
+TIMES = pd.DataFrame({"time": np.arange(20), "name": np.arange(20) % 3, "price": np.arange(20) / 2})
+
+
+def trades_and_quotes() -> tuple[dd.DataFrame, dd.DataFrame]:
+    return dd.from_pandas(TIMES[1::2], npartitions=3), dd.from_pandas(TIMES[::2], npartitions=2)
+
+
+@pytest.mark.parametrize("how", ["inner", "asof"])
+def test_joins_are_named_by_kind_and_keys(how: str) -> None:
+    trades, quotes = trades_and_quotes()
+    join = dd.merge_asof if how == "asof" else dd.merge
+    assert named(join(trades, quotes, on="time").expr) == f"{how} join on time"
+    indexed = join(trades.set_index("time"), quotes.set_index("time"), left_index=True, right_index=True)
+    assert named(indexed.expr) == f"{how} join on index = index"
+
+
+def test_a_join_by_the_last_row_before_is_told(planner: Planner) -> None:
+    """Its class derives from that of other joins, and lacks their parameters."""
+    trades, quotes = trades_and_quotes()
+    dd.merge_asof(trades, quotes, on="time", by="name").optimize()
+    assert planner.told["shuffles"] == {}
+
+
+def test_a_plan_that_cannot_be_told_is_computed(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> dict[str, str]:
+        raise AttributeError("expressions of other libraries may lack anything")
+
+    monkeypatch.setattr(Origins, "of_shuffles", fail)
+    planned = dd.from_pandas(TIMES, npartitions=3).price.sum().optimize()
+    assert "planning.not-told" in planner.metrics.snapshot()["fallbacks"]
+    with dask.config.set(scheduler="sync"):
+        assert planned.compute() == TIMES.price.sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import dask.dataframe as dd
@@ -23,6 +24,7 @@ from tests.helpers.planned import value_of
 from tests.helpers.rules import ONE_THREAD, tuned
 
 FILES, ROWS = 9, 20
+LARGE = 2**53 + 1
 START = pd.Timestamp("2024-02-27")
 
 
@@ -132,3 +134,10 @@ def test_rows_keep_the_labels_that_they_have_where_all_files_are_read(
     plan, found = planned(chosen)
     assert found == [files]
     pd.testing.assert_frame_equal(value_of(plan), chosen.compute())
+
+
+def test_integers_that_floats_do_not_tell_apart_leave_no_file_out(tmp_path: Path) -> None:
+    for at in range(2):
+        pd.DataFrame({"number": [LARGE + at], "key": [at]}).to_parquet(tmp_path / f"{at}.parquet")
+    rows = dd.read_parquet(tmp_path)
+    assert planned(rows[rows.number > LARGE].key.sum())[1] == [2]
