@@ -41,13 +41,10 @@ def joined_on_index() -> Any:
 
 OPERATIONS: dict[str, Build] = {
     "shuffle": lambda: left().shuffle("k"),
-    "some partitions": lambda: left().shuffle("k", npartitions=9).partitions[2:5],
     "join": lambda: left().merge(right(), on="k", broadcast=False),
-    "outer join": lambda: left().merge(right(), on="k", how="outer", broadcast=False),
     "semi join": lambda: left().merge(right(), on="k", how="leftsemi", broadcast=False),
     "join on the index": joined_on_index,
     "sort": lambda: left().sort_values("x"),
-    "set index": lambda: left().set_index("x"),
     "groups": lambda: left().groupby("k").x.sum(split_out=3).to_frame(),
     "categories": lambda: left().assign(c=left().c.astype("category")).shuffle("c", npartitions=4),
     "two shuffles": lambda: left().shuffle("k").shuffle("x").map_partitions(lambda part: part.head(1_000)),

@@ -111,16 +111,6 @@ def test_rows_go_where_dask_sends_them(index: pd.Index, ignore_index: bool, by: 
         assert len(frame._mgr.blocks) == 4 + 4  # one for each dtype of numbers, and for each other column
 
 
-def test_dtypes_that_differ_are_brought_together() -> None:
-    index = pd.RangeIndex(1000)
-    ints, floats = frame_of(index), frame_of(index, 1).astype({"key": "f8"})
-    frames = [hashed(frame, ["key"]) for frame in (ints, floats)]
-    table = PandasTable(HostDevice(1 << 30))
-    found = outputs(table, frames, [[p] for p in range(OUTPUTS)], ignore_index=False)
-    for frame, wanted in zip(found, expected(frames), strict=True):
-        assert_frame_equal(frame, wanted)
-
-
 @pytest.mark.parametrize(
     "frame",
     [

@@ -213,16 +213,6 @@ def test_a_function_that_may_do_more_is_called_once_for_each_row_in_order() -> N
     assert seen == rows["count"].tolist()
 
 
-def test_a_function_that_returns_a_list_is_called_once_for_each_row() -> None:
-    seen: list[int] = []
-
-    def noted(row: Any) -> list[int]:
-        seen.append(row["count"])
-        return [len(seen), row["count"]]
-
-    assert on_columns(readings(), noted).tolist() == [[i + 1, seen[i]] for i in range(ROWS)]
-
-
 def test_integers_beside_strings_stay_integers_without_the_strings() -> None:
     rows = readings()[["count", "damp"]]
     assert on_columns(rows, lambda row: row["count"] if row.damp >= 0 else 0).dtype == "float64"

@@ -508,14 +508,6 @@ def test_ranges_are_of_their_file_and_version_and_fit(steps: list[tuple[int, int
         assert sum(held) == cache.nbytes
 
 
-@given(spans=st.lists(SPANS, min_size=1))
-def test_what_was_kept_is_found(spans: list[list[int]]) -> None:
-    cache = RangeCache(lambda: SIZE, lambda nbytes: None)
-    for start, stop in spans:
-        cache.keep(0, 0, read_range(cache, 0, 0, start, stop)[1])
-        assert read_range(cache, 0, 0, start, stop) == (bytes_of(0, 0)[start:stop], {})
-
-
 def test_a_table_larger_than_the_cache_does_not_evict_itself() -> None:
     cache = RangeCache(lambda: 10 * SIZE, lambda nbytes: None)
     hits = []

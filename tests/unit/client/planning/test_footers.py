@@ -95,16 +95,6 @@ def test_of_files_without_statistics_nothing_is_known(tmp_path: Path) -> None:
     assert not footer.has_one_dtype("a")
 
 
-def test_dtypes_that_pandas_has_noted_count(tmp_path: Path) -> None:
-    """Arrow has the same type for both, but pandas reads each as it was."""
-    table = pa.table({"a": [1, 2]})
-    types = set()
-    for dtype in ("int64", "Int64"):
-        written = pa.Table.from_pandas(table.to_pandas().astype(dtype))
-        types.add(footer_in(tmp_path / dtype, written).type_of("a"))
-    assert types == {("int64", "int64"), ("int64", "Int64")}
-
-
 def same(path: Path, value: int, *, in_place: bool) -> None:
     """Write a file of a size and a time of modification that are always the same."""
     table = pa.table({"a": [value]})

@@ -22,7 +22,7 @@ from dask_gpurt.client.planning.rules import Facts, Rule
 from dask_gpurt.client.planning.rules.coded_groups import CodedChunk, CodedGroups
 from dask_gpurt.client.planning.rules.group_sizes import GroupSizes, has_sizes, with_sums
 from dask_gpurt.client.planning.rules.whole_groups import WholeGroups
-from dask_gpurt.dask_hooks.dictionary_reads import is_supported, with_dictionaries
+from dask_gpurt.dask_hooks.dictionary_reads import with_dictionaries
 from dask_gpurt.dask_hooks.planning import collection_of
 from tests.helpers.examples import examples
 from tests.helpers.planned import value_of
@@ -230,10 +230,6 @@ def test_a_read_that_others_use_is_not_repeated(files: Path) -> None:
     sums = table.groupby("word").agg({"value": "sum"}).reset_index()
     plan = check(table[["word", "value"]].merge(sums, on="word").value_y.sum().to_series(), CodedGroups())
     assert not has(plan, CodedRead)
-
-
-def test_this_version_of_dask_is_supported() -> None:
-    assert is_supported()
 
 
 # ---- whole groups, without a shuffle into one partition ---------------------------------------------

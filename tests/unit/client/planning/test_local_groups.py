@@ -71,14 +71,6 @@ def ranges_in(folder: Path | str, column: str = "key", **options: Any) -> Any:
     return list(TableFacts().ranges(expr, column))
 
 
-def ranges_in_storage(parts: Sequence[Sequence[int]]) -> Any:
-    folder = "memory://gpurt-local-groups"
-    for at, part in enumerate(parts):
-        table = dd.from_pandas(pd.DataFrame({"key": part}), npartitions=1)
-        table.to_parquet(folder, append=at > 0, ignore_divisions=True, write_index=False)
-    return ranges_in(folder)
-
-
 def keys(values: Sequence[int | None], dtype: Any = None) -> Any:
     return pa.array(values, dtype or pa.int64())
 
@@ -96,7 +88,6 @@ UNKNOWN: dict[str, Callable[[Path], Any]] = {
         write(folder, [keys([1], pa.uint64()), keys([2**63], pa.uint64())])
     ),
     "another type in a file": lambda folder: ranges_in(write(folder, [keys([1]), pa.array([5.0])])),
-    "object storage": lambda folder: ranges_in_storage([[1, 2], [5]]),
     "files that are divided": lambda folder: ranges_in(
         write(folder, [keys([1, 2, 2]), keys([5])], row_group_size=2), split_row_groups=True
     ),
@@ -272,20 +263,6 @@ def test_rows_are_grouped_where_they_are_read(folder: Path, name: str, filesyste
     assert_same_rows(result, plan)
     kinds = [type(each).__name__ for each in plan.walk()]
     assert "DropDuplicates" not in " ".join(kinds)
-
-
-@pytest.mark.parametrize("name", LOCAL)
-def test_the_partitions_of_groups_are_joined_as_one(folder: Path, name: str) -> None:
-    """Dask then joins as it would without that."""
-    build, _ = LOCAL[name]
-    result = build(*(dd.read_parquet(folder / each) for each in ("sorted", "small")))
-    plan, _ = planned(result)
-    dask_plan = optimize_until(result.expr.finalize_compute(), "simplified-physical")
-
-    def joins(plan: Any) -> list[str]:
-        return sorted(type(each).__name__ for each in plan.walk() if "Merge" in type(each).__name__)
-
-    assert joins(plan) == joins(dask_plan)
 
 
 @pytest.mark.parametrize("name", LOCAL)

@@ -445,12 +445,6 @@ def test_files_in_object_storage_are_left_to_dask() -> None:
     assert value_of(planned(stored.key.sum())) == 780
 
 
-def test_partitions_that_are_made_of_delayed_objects_are_left_to_dask(folder: Path) -> None:
-    table = dd.read_parquet(folder / "large")
-    delayed = dd.from_delayed(table.to_delayed(), meta=table._meta, verify_meta=False)
-    assert changed(delayed.groupby("key").value.sum()) == []
-
-
 def test_an_optimised_collection_is_computed(folder: Path) -> None:
     """It has operations of lowered plans, some of which demand several partitions below."""
     large = dd.read_parquet(folder / "large")
@@ -460,13 +454,7 @@ def test_an_optimised_collection_is_computed(folder: Path) -> None:
 
 STAYING: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "groups": (lambda large: large.groupby("key", sort=True).number.sum().to_frame(), True),
-    "a number": (lambda large: large.value.max(), True),
-    "rows": (lambda large: large[large.key > 3], False),
     "one partition": (lambda large: large.repartition(npartitions=1), False),
-    "groups of one partition": (
-        lambda large: large.repartition(npartitions=1).groupby("key", sort=True).number.sum(),
-        False,
-    ),
     "rows that are numbered": (lambda large: large[["key"]].repartition(npartitions=1).reset_index(), False),
     "groups of categories": (
         lambda large: (

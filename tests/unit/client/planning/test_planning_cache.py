@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -124,25 +123,6 @@ def test_frames_of_the_user_do_not_stay(planner: Planner) -> None:
     del frame, table, merged
     gc.collect()
     assert (gone(), expression()) == (None, None)
-
-
-def add_one(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame + 1
-
-
-def add(number: int, frame: pd.DataFrame) -> pd.DataFrame:
-    return frame + number
-
-
-@pytest.mark.parametrize("function", [add_one, partial(add, 2), lambda frame: frame * 3])
-def test_functions_of_the_user_are_called_again(planner: Planner, tmp_path: Path, function: Any) -> None:
-    path = write(tmp_path / "table")
-    mapped = dd.read_parquet(path).map_partitions(function)
-    name, expression = mapped._name, weakref.ref(mapped.expr)
-    del mapped
-    gc.collect()
-    assert expression() is None
-    assert dd.read_parquet(path).map_partitions(function)._name == name
 
 
 def test_settings_by_which_dask_plans_drop_what_was_kept(planner: Planner, tmp_path: Path) -> None:

@@ -88,17 +88,6 @@ def test_a_file_of_the_same_size_is_seen(tmp_path: Path, protocol: str, name: st
         assert rows["key"] == [number]
 
 
-def test_a_file_without_a_fraction_of_a_second_is_not_kept(planner: Planner, tmp_path: Path) -> None:
-    """Arrow reports size and time only: a file that is written twice within a second would be the same."""
-    path = tmp_path / "table.parquet"
-    for number in (1, 2):
-        write(path, key=[number])
-        os.utime(path, (1_700_000_000, 1_700_000_000))
-        _, rows = computed(lambda: dd.read_parquet(path, filesystem="arrow"))
-        assert rows["key"] == [number]
-    assert planner.count("files.read") == planner.count("plans.reused") == 0
-
-
 @pytest.mark.usefixtures("planner")
 @pytest.mark.parametrize(("filesystem", "is_link"), [("fsspec", False), ("arrow", True)])
 def test_a_file_in_a_folder_of_the_table_is_seen(tmp_path: Path, filesystem: str, is_link: bool) -> None:
