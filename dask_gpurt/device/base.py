@@ -63,7 +63,6 @@ class DeviceFiles(Protocol):
         list of int
             The crc32 of each buffer.
         """
-        ...
 
     def read(self, fd: int, path: str, spans: Sequence[tuple[int, int]]) -> list[tuple[Buffer, int]]:
         """Read spans of a file into new buffers; return each with its crc32.
@@ -82,7 +81,6 @@ class DeviceFiles(Protocol):
         MemoryError
             If the device has no memory for the buffers.
         """
-        ...
 
 
 class Guard(Protocol):
@@ -90,11 +88,9 @@ class Guard(Protocol):
 
     def renew(self) -> None:
         """Guard the allocator that user code has now, in case it has been replaced. On the event loop."""
-        ...
 
     def remove(self) -> None:
         """Stop, and give user code the allocator that it would have without the guard. On the event loop."""
-        ...
 
 
 class Device(Protocol):
@@ -119,26 +115,21 @@ class Device(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return the name, memory and other facts for ``dask gpurt doctor``."""
-        ...
 
     def memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of the memory that pools are allocated from."""
-        ...
 
     def own_memory(self) -> int | None:
         """Return the bytes of its memory.
 
         None if it is host memory, which the worker's memory limit applies to.
         """
-        ...
 
     def holds(self, value: Any) -> bool:
         """Return whether a live object is in its memory."""
-        ...
 
     def pool_limits(self) -> PoolLimits:
         """Return the limits of the size of a pool."""
-        ...
 
     def create_pool(self, nbytes: int) -> Pool:
         """Create a pool.
@@ -148,11 +139,9 @@ class Device(Protocol):
         NoMemoryForPool
             If the device does not have that much memory at the moment.
         """
-        ...
 
     def is_same(self, ticket: Ticket) -> bool:
         """Return whether the pool of a peer that was mapped is in the memory of this very device."""
-        ...
 
     def map(self, ticket: Ticket) -> Mapping:
         """Map the pool of a peer.
@@ -162,11 +151,9 @@ class Device(Protocol):
         MappingError
             If this process cannot read it, with the reason.
         """
-        ...
 
     def drop_pages(self) -> None:
         """Drop all pages of peers' pools from the resident set of this process; they remain readable."""
-        ...
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
         """Copy mapped memory into new memory of this process. Synchronous.
@@ -176,11 +163,9 @@ class Device(Protocol):
         MemoryError
             If the device has no memory for it.
         """
-        ...
 
     def to_host(self, source: Buffer) -> bytearray | memoryview:
         """Copy a buffer to host memory. Synchronous."""
-        ...
 
     def from_host(self, sources: Sequence[np.ndarray]) -> list[Buffer]:
         """Make buffers of the device from bytes in host memory. Synchronous; the host does not copy.
@@ -190,7 +175,6 @@ class Device(Protocol):
         MemoryError
             If the device has no memory for them.
         """
-        ...
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
         """Start to copy device buffers into pieces of host memory or of a pool.
@@ -202,7 +186,6 @@ class Device(Protocol):
         ordered
             Whether pending work on the device may still write the buffers.
         """
-        ...
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
         """Start to copy pieces of host memory into one new buffer; they have to stay valid until the fence.
@@ -212,11 +195,9 @@ class Device(Protocol):
         MemoryError
             If the device has no memory for the buffer.
         """
-        ...
 
     def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
         """Gather several buffers as :meth:`gather` does, in a single allocation if possible."""
-        ...
 
     def close(self) -> None: ...
 
@@ -246,7 +227,6 @@ class Beside(Protocol):
         TypeError
             If the memory of a column is not that of the library's allocator.
         """
-        ...
 
 
 @runtime_checkable
@@ -262,7 +242,6 @@ class Streams(Protocol):
 
         An error of the device is raised as it is.
         """
-        ...
 
 
 @runtime_checkable
@@ -277,7 +256,6 @@ class Files(Protocol):
         refused
             Called with the reason once the faster of two implementations cannot be used.
         """
-        ...
 
 
 @runtime_checkable
@@ -286,7 +264,6 @@ class Pinning(Protocol):
 
     def register(self, memory: np.ndarray) -> Callable[[], None]:
         """Pin host memory, so that copies run at the speed of the bus; return the undo."""
-        ...
 
 
 @runtime_checkable
@@ -298,15 +275,12 @@ class DirectComms(Protocol):
 
     def carried_by(self, protocol: str) -> bool:
         """Return whether Dask's comms of ``protocol`` ("tcp", "ucx", …) send its buffers directly."""
-        ...
 
     def for_comm(self, source: Buffer) -> Any:
         """Wrap a buffer for such a comm, without a copy."""
-        ...
 
     def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
         """Wrap buffers received through such a comm, without a copy."""
-        ...
 
 
 @runtime_checkable
@@ -321,21 +295,18 @@ class Allocator(Protocol):
         short
             Called with the requested bytes, in the allocating thread; returns whether to retry.
         """
-        ...
 
     def peak(self) -> int:
         """Return the peak bytes of user code since the last call, relative to those held at that time.
 
         0 if the allocator does not count. Does not block.
         """
-        ...
 
     def allocated(self) -> int:
         """Return the bytes that user code has allocated since :meth:`guard` and still holds.
 
         0 if the allocator does not count. Does not block.
         """
-        ...
 
 
 def files_of(device: Device, refused: Callable[[str], None]) -> DeviceFiles | None:

@@ -92,14 +92,12 @@ class Mapping(Protocol):
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         """Return a view of a part of the pool; it keeps the mapping alive."""
-        ...
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
         """Drop a part of a peer's pool from the resident set of this process.
 
         Views remain valid; reading them maps the pages again.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -110,36 +108,29 @@ class Pool(Mapping, Protocol):
     @property
     def shrinks(self) -> bool:
         """Return whether :meth:`trim` can return memory to the system."""
-        ...
 
     @property
     def capacity(self) -> int:
         """Return the capacity in bytes."""
-        ...
 
     @property
     def used(self) -> int:
         """Return the bytes in blocks."""
-        ...
 
     @property
     def backed(self) -> int:
         """Return the bytes of system memory currently behind it, used by blocks or not."""
-        ...
 
     @property
     def cuts(self) -> int:
         """Return the cumulative number of allocations."""
-        ...
 
     @property
     def short(self) -> int:
         """Return the size of the last requested block if the system had no memory for it, else 0."""
-        ...
 
     def ticket(self) -> Ticket:
         """Return the description by which a peer maps this pool."""
-        ...
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate a block.
@@ -153,13 +144,11 @@ class Pool(Mapping, Protocol):
         MemoryError
             If it exceeds the system's total memory.
         """
-        ...
 
     def free(self, block: Block) -> None: ...
 
     def trim(self) -> None:
         """Return memory that no block uses to the system, if the pool shrinks."""
-        ...
 
 
 # ---- blocks of a contiguous range: first fit, with coalescing of free neighbours ---------------------

@@ -40,7 +40,6 @@ class LowerTier(Protocol):
     @property
     def used(self) -> int:
         """Return the bytes that the tier uses, including padding."""
-        ...
 
     def put(self, name: str, frames: Frames, device: Device, /, *, ordered: bool) -> Fence:
         """Start to store an object; its buffers have to stay valid until the returned fence has passed.
@@ -49,15 +48,12 @@ class LowerTier(Protocol):
         ``ordered``: whether pending work on the device may still write the buffers.
         Raises NoRoom if the object does not fit; then nothing of it is stored.
         """
-        ...
 
     def __getitem__(self, name: str, /) -> Frames:
         """Return an object with all of its buffers in host memory."""
-        ...
 
     def to_device(self, name: str, /) -> Frames:
         """Return an object, with buffers on the device if the tier can read directly to it."""
-        ...
 
     def part(
         self, name: str, which: int, into: np.ndarray | None = None, /, *, to_device: bool = False
@@ -66,25 +62,20 @@ class LowerTier(Protocol):
 
         ``to_device``: whether to read directly to the device, if the tier can.
         """
-        ...
 
     def part_room(self, name: str, which: int, /) -> int:
         """Return the bytes of new memory needed to read one buffer; 0 if it is read in place."""
-        ...
 
     def part_size(self, name: str, which: int, /) -> int:
         """Return the bytes of one buffer of an object."""
-        ...
 
     def stored(self, name: str, /) -> int:
         """Return the bytes that an object uses in this tier."""
-        ...
 
     def __delitem__(self, name: str, /) -> None: ...
 
     def close(self) -> None:
         """Delete everything, and free the memory or the files."""
-        ...
 
 
 class LowerTiers:

@@ -45,28 +45,22 @@ class Input(Protocol):
     @property
     def packer(self) -> Packer:
         """Return the backend that packs the pieces."""
-        ...
 
     @property
     def data(self) -> Any:
         """Return the partition itself."""
-        ...
 
     def count(self, metrics: Metrics) -> None:
         """Count its rows or elements."""
-        ...
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Piece | None]:
         """Split it into a piece for each group of outputs; None for groups without rows or elements."""
-        ...
 
     def halves(self) -> Sequence[Input]:
         """Return its halves, to split it when memory is short; empty if it cannot be halved."""
-        ...
 
     def empty(self) -> bytes | None:
         """Return a pickled output without rows, made of this input; None if it is as the spec has it."""
-        ...
 
 
 class Assembler(Protocol):
@@ -77,7 +71,6 @@ class Assembler(Protocol):
 
         ``empty``: see :meth:`Input.empty`.
         """
-        ...
 
 
 @dataclass(frozen=True)
