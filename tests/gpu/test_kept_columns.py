@@ -80,7 +80,7 @@ def test_columns_of_all_types_are_those_of_the_library(files: list[str], tier: T
     device, cache = CudaDevice(), ColumnCache(lambda: 1 << 30, unseen)
     if tier is Tier.PINNED:
         pool = BlockPool(1 << 28, register=device.register)
-        pool.allocate(1)  # columns are dropped while the first slab is pinned
+        pool.free(pool.allocate(1))  # columns are dropped while the first slab is pinned
         pinned = PinnedTier(pool)
         below = ColumnsBelow(pinned, device, lambda: cudf_reads, lambda: 1 << 28, unseen)
         cache = ColumnCache(int, unseen, below)
