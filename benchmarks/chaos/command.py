@@ -32,7 +32,7 @@ MAX_ERROR_CHARACTERS = 600
 @contextmanager
 def running_cluster(address: str, workers: int) -> Iterator[tuple[Client, None, None]]:
     """Connect to a running cluster, once it has so many workers: a run checks that all of them come back."""
-    with connected(address, as_default=True) as client:
+    with connected(address) as client:
         try:
             client.wait_for_workers(workers, timeout=PATIENCE_S)
         except TimeoutError as error:

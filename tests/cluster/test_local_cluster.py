@@ -1,4 +1,4 @@
-"""Start a cluster for a command, and interrupt the command."""
+"""Start a cluster for a command, or take one that is running, and interrupt the command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,9 @@ import pytest
 from distributed import LocalCluster, WorkerPlugin
 from distributed.protocol.pickle import dumps
 
+from benchmarks.chaos import command as chaos
 from dask_gpurt.cli.cluster import local_cluster
+from tests.helpers.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +99,28 @@ def test_a_worker_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "dask_cuda", SimpleNamespace(LocalCUDACluster=ClusterOfDaskCuda))
     with pytest.raises(click.ClickException, match="only 1 of 2 workers started"), local_cluster("cudf", 2):
         pytest.fail("a command would run on fewer workers than it says")
+
+
+def test_chaos_begins_once_the_workers_of_a_running_cluster_have_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        address = cluster.scheduler.address
+
+        def workers() -> int:
+            with chaos.running_cluster(address, 1) as (client, _, _):
+                return len(client.nthreads())
+
+        began = thread.submit(workers)
+        until(lambda: any(name.startswith("Client-") for name in cluster.scheduler.clients))
+        cluster.scale(1)
+        assert began.result() == 1
+        monkeypatch.setattr(chaos, "PATIENCE_S", 0.1)
+        with (
+            pytest.raises(click.ClickException, match=r"has 1 workers after 0\.1 s instead of 2"),
+            chaos.running_cluster(address, 2),
+        ):
+            pass
