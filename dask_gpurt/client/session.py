@@ -318,7 +318,8 @@ async def ask_report(client: Client, connect: bool) -> RuntimeReport:
     """Ask the scheduler for a report; it is empty if the runtime is off."""
     if not await is_on_cluster(client):
         return RuntimeReport()
-    reply = await _scheduler(client).gpurt_report(connect=connect)
+    if (reply := await _scheduler(client).gpurt_report(connect=connect)) is None:  # switched off meanwhile
+        return RuntimeReport()
     here = SESSIONS.metrics.snapshot()
     counters = combine([reply["counters"], here["counters"]])
     return RuntimeReport.of(
@@ -332,9 +333,9 @@ async def ask_report(client: Client, connect: bool) -> RuntimeReport:
 
 async def ask_memory(client: Client, by: str) -> MemoryUsage:
     """Ask the scheduler for the bytes in memory tiers; none if the runtime is off."""
-    if not await is_on_cluster(client):
+    known = await _scheduler(client).gpurt_memory() if await is_on_cluster(client) else None
+    if known is None:  # or it was switched off meanwhile
         return MemoryUsage((), MEMORY_COLUMNS[by], enabled=False)
-    known = await _scheduler(client).gpurt_memory()
     found = rows_by_prefix(known) if by == "prefix" else rows(known)
     return MemoryUsage(tuple(found), MEMORY_COLUMNS[by], shared_memory(known))
 

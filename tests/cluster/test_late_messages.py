@@ -182,9 +182,13 @@ async def test_another_client_has_switched_it_off_already(
     async def was_on(client: Any) -> bool:
         return True
 
+    await dask_gpurt.enable(client)
+    await dask_gpurt.disable(client)
     with quiet(), monkeypatch.context() as patch:
         patch.setattr(session, "is_on_cluster", was_on)
         await dask_gpurt.disable(client)
+        assert not (await dask_gpurt.report(client)).enabled
+        assert not (await dask_gpurt.memory_usage(client)).enabled
 
 
 # ---- workers that close ---------------------------------------------------------------------------
