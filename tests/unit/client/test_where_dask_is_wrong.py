@@ -581,6 +581,13 @@ def test_an_index_with_a_label_that_is_false_is_a_key(label: Any, how: str) -> N
         assert joined.compute().index.name == expected.index.name
 
 
+def test_an_index_of_another_unit_meets_its_keys() -> None:
+    left, right = (pd.DataFrame({"k": key, "x": _NUMBERS}) for key in KEYS["units of time"])
+    indexed = dd.from_pandas(right.set_index("k"), npartitions=3, sort=False).rename(columns={"x": "y"})
+    joined = Tables(lazily=True).table(left).merge(indexed, left_on="k", right_index=True)
+    assert len(joined) == len(left)
+
+
 @pytest.mark.parametrize("method", ["mean", "var", "std"])
 @pytest.mark.parametrize("keys", ["s", ["k", "s"]])
 def test_groups_of_nulls_are_left_out(method: str, keys: str | list[str]) -> None:

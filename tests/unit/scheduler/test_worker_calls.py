@@ -13,7 +13,8 @@ from distributed.core import Status
 from dask_gpurt.observe import Metrics
 from dask_gpurt.protocol import ASK_STATUS_OP
 from dask_gpurt.scheduler import worker_calls
-from dask_gpurt.scheduler.worker_calls import SILENT_AT_WORK_S, SILENT_S, SilentWorkers, ask_all
+from dask_gpurt.scheduler.switching import Workers
+from dask_gpurt.scheduler.worker_calls import MISSED, SILENT_AT_WORK_S, SILENT_S, SilentWorkers, ask_all
 
 A, B = "tcp://a:1", "tcp://b:1"
 BARRIER, TASK = SimpleNamespace(key="shuffle-barrier-x"), SimpleNamespace(key=("work", 0))
@@ -80,6 +81,20 @@ def test_a_worker_has_tasks(scheduler: Scheduler, task: Any) -> None:
     scheduler.workers[A].processing = [task]
     assert looks(silent(scheduler), scheduler, SILENT_S + 2) == (task is BARRIER)
     assert looks(silent(scheduler), scheduler, SILENT_AT_WORK_S)
+
+
+def test_heartbeats_of_many_workers_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every eleven seconds: a few have to be missed, however long a silent worker may be waited for."""
+    scheduler = Scheduler(workers=2000)
+    monkeypatch.setattr(worker_calls, "time", lambda: scheduler.now)
+    workers = silent(scheduler)
+    scheduler.now += SILENT_S + 2
+    assert not workers.is_silent(A)
+    scheduler.now += 12
+    assert not workers.is_silent(A)
+    assert not looks(workers, scheduler, 11 * MISSED), "too soon after the first look"
+    scheduler.now += 12
+    assert workers.is_silent(A)
 
 
 def test_a_worker_that_has_left_is_not_silent(scheduler: Scheduler) -> None:
@@ -153,3 +168,19 @@ def test_a_worker_that_fails_or_does_not_answer_leaves_the_answers_of_others() -
     assert isinstance(replies["stopped"], TimeoutError)
     assert isinstance(replies["fails"], ValueError)
     assert replies["well"] == {"token": "t"}
+
+
+# ---- the devices of workers ------------------------------------------------------------------------
+
+
+def test_workers_with_a_gpu_are_known_until_they_leave(scheduler: Any) -> None:
+    """Local files stay on these alone."""
+    workers = Workers(scheduler, b"", "token", silent(scheduler))
+    workers.note_devices(A, ["host"])
+    workers.note_devices(B, ["host", "cuda"])
+    assert workers.with_gpu == {B}
+    workers.remove(B)
+    workers.note_devices(A, ["cuda"])  # another worker at that address
+    assert workers.with_gpu == {A}
+    workers.note_devices(A, ["host"])
+    assert workers.with_gpu == set()
