@@ -494,6 +494,10 @@ KEYS: dict[str, tuple[Any, Any]] = {
     "times of Arrow": tuple(
         pd.Series(_DAYS).astype(kind) for kind in ("timestamp[ns][pyarrow]", "timestamp[ms][pyarrow]")
     ),
+    "categories of times": (
+        pd.Series(_DAYS.as_unit("s")).astype("category"),
+        pd.Series(_DAYS.as_unit("ns")).astype("category"),
+    ),
     "Booleans of Arrow": (pd.Series(_NUMBERS > 30), pd.Series(_NUMBERS > 30).astype("bool[pyarrow]")),
     "objects": (pd.Series(_NUMBERS).astype(object), pd.Series(_NUMBERS * 1.0).astype(object)),
 }
@@ -752,6 +756,7 @@ BY_COLUMNS: dict[str, Callable[[Any], Any]] = {
     "filled": lambda rows: rows.fillna({"y": 0}).y,
     "filled by labels of rows": lambda rows: rows.y.fillna({3: 7.0}),
     "replaced": lambda rows: rows.replace({"j": {2: 9}}).j,
+    "rounded": lambda rows: rows.round({"y": 1}).y,
     "filled, of one column": lambda rows: rows[["y"]].fillna({"y": 0}).y,
     "filled and converted": lambda rows: rows.fillna({"y": 0, "k": 1}).assign(z=1).y.astype("int64"),
 }
