@@ -403,6 +403,7 @@ OF_LABELS: dict[str, Callable[..., Any]] = {
     "one column": lambda rows, **options: rows.groupby("k").x.idxmax(**options),
     "columns with nulls": lambda rows, **options: rows.groupby("k")[["z", "x"]].idxmin(**options),
     "all columns": lambda rows, **options: rows.groupby("k").idxmax(**options),
+    "two keys": lambda rows, **options: rows.groupby(["k", "n"]).x.idxmin(**options),
     "null keys": lambda rows, **options: rows.groupby("n", dropna=False)[["x", "j"]].idxmax(**options),
     "computed keys": lambda rows, **options: rows.groupby(rows.x % 7).j.idxmax(**options),
     "categories": lambda rows, **options: (
@@ -491,6 +492,10 @@ _NUMBERS, _DAYS = np.arange(60), pd.date_range("2026-01-01", periods=60)
 #: Keys that are equal in pandas, but that Dask hashes to different partitions.
 KEYS: dict[str, tuple[Any, Any]] = {
     "units of time": (_DAYS.as_unit("ns"), _DAYS.as_unit("us")),
+    "units of times with a zone": (
+        _DAYS.as_unit("s").tz_localize("UTC"),
+        _DAYS.as_unit("ns").tz_localize("UTC").tz_convert("Asia/Tokyo"),
+    ),
     "times of Arrow": tuple(
         pd.Series(_DAYS).astype(kind) for kind in ("timestamp[ns][pyarrow]", "timestamp[ms][pyarrow]")
     ),
