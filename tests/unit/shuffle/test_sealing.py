@@ -13,7 +13,7 @@ from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedErro
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.messages import RunInterrupted, Seal, Stale, Transferred
-from dask_gpurt.shuffle.offers import Sealing
+from dask_gpurt.shuffle.offers import Sealing, inputs_lost
 from dask_gpurt.shuffle.owners import Owners
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
@@ -143,3 +143,12 @@ def test_outputs_move_while_workers_are_asked(asked: int) -> None:
         run()
     assert len(run.asked) == max(3, asked)
     assert not run.recovered
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [([12, 0, 3], "3 inputs lost: 0, 3, 12"), (range(99), "99 inputs lost: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …")],
+)
+def test_lost_inputs_are_counted_first(inputs: range | list[int], reason: str) -> None:
+    """A narrow place shows what matters."""
+    assert inputs_lost(inputs) == reason
