@@ -123,6 +123,11 @@ def other_names(tables: Tables) -> Any:
     return joined
 
 
+def applied(tables: Tables) -> Any:
+    options = {"meta": ("x", "int64")} if tables.lazily else {}
+    return renamed(tables).groupby("k").x.apply(lambda part: part.sum(), **options).reset_index()
+
+
 def fewer_groups(tables: Tables) -> Any:
     joined = tables.left().merge(tables.right()[["k", "y"]], on="k")
     options = {"split_out": 3} if tables.lazily else {}
@@ -131,18 +136,27 @@ def fewer_groups(tables: Tables) -> Any:
 
 PROGRAMS: dict[str, Callable[[Tables], Any]] = {
     "groups by a name that suffixes gave to another column": lambda t: t.sums(renamed(t), "k", "x"),
+    "a function of such groups": applied,
     "distinct values of such a column": lambda t: renamed(t)[["k"]].drop_duplicates(),
     "a join by such a column": lambda t: renamed(t)[["k", "x"]].merge(t.right()[["k", "y"]], on="k"),
     "groups by columns of other names": lambda t: t.sums(other_names(t), "k", "y"),
     "groups by the key of unmatched rows": lambda t: t.sums(unmatched(t, "left"), "k", "y"),
+    "groups by one key of an outer join": lambda t: t.sums(unmatched(t, "outer"), "k", "y"),
     "groups after a side was sent to all": lambda t: t.sums(sent_to_all(t), "k", "x"),
     "groups by a column of a single partition": lambda t: t.sums(one_partition(t), "j", "x"),
+    "a join by a column of a single partition": lambda t: one_partition(t).merge(
+        t.right()[["j", "y"]], on="j"
+    ),
     "a join of a shuffle in fewer partitions": lambda t: fewer(t).merge(t.right(), on="k"),
     "a join after a join by divisions": lambda t: by_index(t).merge(t.right()[["k", "y"]], on="k")[
         ["x", "y_y"]
     ],
     "a join of groups in fewer partitions": fewer_groups,
     "a semi join of one partition": lambda t: t.semi(t.left(1), t.right(20)),
+    "a semi join of few partitions": lambda t: t.semi(t.left(2), t.right(64)),
+    "a semi join of a side to send": lambda t: t.semi(
+        t.left(3), t.right(4), **({"broadcast": True} if t.lazily else {})
+    ),
 }
 
 
@@ -182,6 +196,7 @@ INTEGERS = pd.DataFrame(
 )
 OF_INTEGERS: dict[str, Callable[[Any], Any]] = {
     "standard deviations": lambda frame: frame.groupby("k").std(),
+    "variances of a column": lambda frame: frame.groupby("k").large.var(),
     "variances by another series": lambda frame: frame.large.groupby(frame.k % 2).std(ddof=0),
     "variances beside sums": lambda frame: frame.groupby("k").agg(
         {"large": ["std", "sum"], "small": ["var", "max"], "null": "std", "x": ["var", "sum"], "byte": "var"}
@@ -189,6 +204,7 @@ OF_INTEGERS: dict[str, Callable[[Any], Any]] = {
     "variances of values whose sums wrap around": lambda frame: frame.groupby("k").agg(
         {"huge": ["var", "std"], "unsigned": "var"}
     ),
+    "variances of a series": lambda frame: frame.groupby("k").medium.agg(["var", "sum", "std"]),
     "covariances": lambda frame: frame.groupby("k")[["medium", "large"]].cov(),
     "correlations": lambda frame: frame.groupby("k")[["medium", "large", "x"]].corr(),
 }
@@ -229,6 +245,14 @@ def test_sums_by_groups_are_taken_where_they_are() -> None:
     left = Tables(lazily=True).left().clear_divisions()
     found = (left.x - left.groupby("j").x.cumsum()).compute()
     assert found.tolist() == (LEFT.x - LEFT.groupby("j").x.cumsum()).tolist()
+
+
+def test_columns_of_the_same_partitions_are_put_side_by_side() -> None:
+    """To align them would shuffle all rows by their index."""
+    left = Tables(lazily=True).left().clear_divisions()
+    summed = left.assign(total=lambda d: d.groupby("j").x.cumsum()).compute()
+    assert summed.x.tolist() == LEFT.x.tolist()
+    assert summed.total.tolist() == LEFT.groupby("j").x.cumsum().tolist()
 
 
 @pytest.mark.parametrize("ascending", [True, False, [False, True]])
@@ -274,20 +298,33 @@ def test_values_that_a_program_wants_in_no_order_stay_in_it() -> None:
 #: Programs that Dask does not compute: columns are left out that something below needs.
 OF_COLUMNS: dict[str, Callable[[Any], Any]] = {
     "a column of the first rows": lambda rows: rows.sort_values("x")["k"].head(3),
+    "columns of the first rows": lambda rows: rows.sort_values(["j", "x"], ascending=False)[["k"]].head(3),
     "a column of the last rows": lambda rows: rows.sort_values("x")["k"].tail(3),
+    "numbered first rows": lambda rows: rows.sort_values("x")[["k"]].reset_index(drop=True).head(3),
     "columns of the largest rows": lambda rows: rows.nlargest(9, ["j", "x"])[["k"]],
+    "a column of the least rows": lambda rows: rows.nsmallest(9, "x").k,
     "the column of the order of the largest rows": lambda rows: rows.rename(columns={"x": "order"}).nlargest(
         9, "order"
     )["order"],
+    "two columns by themselves": lambda rows: (lambda top: top.k + top.j)(rows.nlargest(9, "x")),
+    "groups of the largest rows": lambda rows: rows.nlargest(90, "x").groupby("k").j.sum(),
     "a join with the largest rows": lambda rows: rows.merge(rows.nlargest(3, "x")[["k"]], on="k").set_index(
         "k"
     ),
+    "one of the sums of groups": lambda rows: rows.groupby("k")[["j", "x"]].sum()[["x"]],
+    "a sum of groups as a column": lambda rows: rows.groupby("k")[["j", "x"]].max().x,
     "some of the groups' columns": lambda rows: (
         rows.groupby(["k", "j"])[["x", "z"]].mean().reset_index()[["k", "z"]].set_index("k")
     ),
+    "a median": lambda rows: rows.groupby("k")[["j", "x"]].median()[["x"]],
+    "a first value": lambda rows: rows.groupby("k")[["j", "x"]].first()[["x"]],
+    "filled by groups": lambda rows: rows.groupby("k")[["z", "x"]].ffill()[["z"]],
     "groups beside rows": lambda rows: rows.join(
         rows.groupby("k")[["j", "x"]].sum().add_suffix("_sum"), on="k"
     )[["x", "x_sum"]],
+    "several of the groups": lambda rows: (lambda sums: sums.x / sums.z.sum())(
+        rows.groupby("k")[["j", "x", "z"]].sum()
+    ),
 }
 
 
@@ -340,10 +377,12 @@ OF_WHOLE_TABLES: dict[str, Callable[[Any], Any]] = {
     "rows of other names": lambda rows: (lambda named: named[named.j > 3].size)(
         rows.rename(columns={"k": "key"})
     ),
+    "rows of prefixed names": lambda rows: (lambda named: named[named.p_j > 3].size)(rows.add_prefix("p_")),
     "labels of other names": lambda rows: (lambda named: named[["j"]].assign(label=named.index))(
         rows.rename(columns={"k": "key"})
     ),
     "a function of rows": lambda rows: rows.j + _sums(rows),
+    "a function of rows of other names": lambda rows: rows.j + _sums(rows.rename(columns={"k": "b"})),
     "a condition on a function of rows": lambda rows: rows.k[_sums(rows) > 200],
     "a number of values": lambda rows: rows.j + rows.count(axis=1),
 }
@@ -384,11 +423,19 @@ def test_a_function_says_which_rows_are_wanted() -> None:
 #: Programs that want a key of groups by several keys.
 OF_KEYS: dict[str, Callable[[Any], Any]] = {
     "a sum": lambda rows: rows.groupby(["k", "j"]).x.sum().reset_index()["k"],
+    "sizes": lambda rows: rows.groupby(["k", "j"]).size().rename("n").reset_index().j,
     "the values": lambda rows: rows.groupby(["k", "j"]).x.sum().reset_index()["x"],
     "a key with a condition": lambda rows: (lambda sums: sums[sums.x > 30].k)(
         rows.groupby(["k", "j"]).x.sum().reset_index()
     ),
+    "one key": lambda rows: rows.groupby("j").x.sum().reset_index().j,
+    "values by a key called name": lambda rows: (
+        rows.assign(name=rows.k).groupby("name").x.sum().reset_index().x
+    ),
     "a key called name": lambda rows: rows.assign(name=rows.k).groupby("name").x.sum().reset_index()["name"],
+    "greater values than most": lambda rows: (lambda sums: sums[sums.x > sums.x.mean()].x)(
+        rows.assign(name=rows.k).groupby("name").x.sum().reset_index()
+    ),
 }
 
 
@@ -401,6 +448,7 @@ def test_keys_of_groups_are_no_values(name: str) -> None:
 
 OF_LABELS: dict[str, Callable[..., Any]] = {
     "one column": lambda rows, **options: rows.groupby("k").x.idxmax(**options),
+    "equal values": lambda rows, **options: rows.groupby("k").j.idxmin(**options),
     "columns with nulls": lambda rows, **options: rows.groupby("k")[["z", "x"]].idxmin(**options),
     "all columns": lambda rows, **options: rows.groupby("k").idxmax(**options),
     "two keys": lambda rows, **options: rows.groupby(["k", "n"]).x.idxmin(**options),
@@ -410,6 +458,7 @@ OF_LABELS: dict[str, Callable[..., Any]] = {
         rows.astype({"j": "category"}).groupby("j", observed=True).x.idxmax(**options)
     ),
     "a series": lambda rows, **options: rows.x.groupby(rows.k).idxmax(**options),
+    "one of the labels": lambda rows, **options: rows.groupby("k")[["j", "x"]].idxmax(**options)[["x"]],
     "columns of numbers": lambda rows, **options: (
         rows.assign(s="s").groupby("k").idxmin(numeric_only=True, **options)
     ),
@@ -475,8 +524,10 @@ def cast_by_column(frame: Any) -> Any:
 
 AFTER_CASTS: dict[str, Callable[[Any], Any]] = {
     "text": lambda frame: (lambda t: t[t.j == "7"])(cast(frame, j="str")),
+    "text of all": lambda frame: (lambda t: t[t.j == "7"].x)(frame.astype("str")),
     "integers": lambda frame: (lambda t: t[t.half == 3])(cast(frame.assign(half=frame.x / 2), half="int64")),
     "another column": lambda frame: (lambda t: t[t.k == 7])(cast(frame, j="str")),
+    "one of two columns": lambda frame: (lambda t: t[(t.k > 7) & t.j.isin(["7", "9"])])(cast(frame, j="str")),
     "a series": lambda frame: (lambda t: t[t == "7"].to_frame())(frame.j.astype("str")),
     "in steps": cast_by_column,
 }
@@ -496,8 +547,12 @@ KEYS: dict[str, tuple[Any, Any]] = {
         _DAYS.as_unit("s").tz_localize("UTC"),
         _DAYS.as_unit("ns").tz_localize("UTC").tz_convert("Asia/Tokyo"),
     ),
+    "units of durations": (_DAYS.as_unit("ms") - _DAYS[0], _DAYS.as_unit("us") - _DAYS[0]),
     "times of Arrow": tuple(
         pd.Series(_DAYS).astype(kind) for kind in ("timestamp[ns][pyarrow]", "timestamp[ms][pyarrow]")
+    ),
+    "dates and times of Arrow": tuple(
+        pd.Series(_DAYS).astype(kind) for kind in ("date32[pyarrow]", "timestamp[ns][pyarrow]")
     ),
     "categories of times": (
         pd.Series(_DAYS.as_unit("s")).astype("category"),
@@ -631,7 +686,10 @@ def test_values_of_nulls_are_counted(name: str, split_out: int) -> None:
 OF_MEANS: dict[str, Callable[[Any], Any]] = {
     "a series": lambda frame: frame.huge.mean(),
     "a frame": lambda frame: frame[["huge", "small", "x", "unsigned"]].mean(),
+    "integers": lambda frame: frame[["huge", "k"]].mean(),
     "nulls": lambda frame: frame.nulls.mean(),
+    "groups": lambda frame: frame.groupby("k").mean(),
+    "a column of groups": lambda frame: frame.groupby("k").huge.mean(),
     "groups of a series": lambda frame: frame.nulls.groupby(frame.k % 2).mean(),
     "Arrow": lambda frame: frame.astype({"unsigned": "uint64[pyarrow]"}).groupby("k").unsigned.mean(),
     "beside sums": lambda frame: frame.groupby("k").agg(
@@ -734,8 +792,13 @@ def test_a_condition_on_one_side_of_a_join_leaves_rows_out(
 #: Conditions on keys of groups that became columns, of which most raise with Dask.
 CONDITIONS: dict[str, Callable[[Any], Any]] = {
     "looked up": lambda groups: groups[groups.k.isin([1, 2])],
+    "a range": lambda groups: groups[groups.k.between(1, 2)],
+    "compared": lambda groups: groups[groups.k > 2],
+    "compared with a mean": lambda groups: groups[groups.k > groups.k.mean()],
     "beside a sum": lambda groups: groups[(groups.k > 1) & (groups.x > 40)],
     "compared with a sum": lambda groups: groups[groups.k < groups.x],
+    "computed": lambda groups: groups[groups.k + 1 > 2],
+    "loc": lambda groups: groups.loc[groups.k.isin([1, 2])],
     "a sum alone": lambda groups: groups[groups.x > 40],
     "and less columns": lambda groups: groups[groups.k.isin([1, 2])][["x"]],
 }
@@ -759,9 +822,11 @@ def test_rows_are_chosen_by_labels_of_groups(condition: str, groups: str) -> Non
 
 BY_COLUMNS: dict[str, Callable[[Any], Any]] = {
     "filled": lambda rows: rows.fillna({"y": 0}).y,
+    "another one filled": lambda rows: rows.fillna({"y": 0}).x,
     "filled by labels of rows": lambda rows: rows.y.fillna({3: 7.0}),
     "replaced": lambda rows: rows.replace({"j": {2: 9}}).j,
     "rounded": lambda rows: rows.round({"y": 1}).y,
+    "filled and used": lambda rows: rows[rows.fillna({"y": 0}).y == 0].x,
     "filled, of one column": lambda rows: rows[["y"]].fillna({"y": 0}).y,
     "filled and converted": lambda rows: rows.fillna({"y": 0, "k": 1}).assign(z=1).y.astype("int64"),
 }
