@@ -18,9 +18,9 @@ from dask.typing import Key
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, ShuffleRunSpec, barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import room
-from dask_gpurt.protocol import HEARTBEAT_METRIC
 from dask_gpurt.scheduler.recovery import Recovery
 from dask_gpurt.scheduler.runs import ActiveRuns, sharing_outputs
+from dask_gpurt.scheduler.worker_calls import heartbeat_of
 from dask_gpurt.shuffle.balance import Moves, OwnerCapacity, RunSizes, balanced
 from dask_gpurt.shuffle.messages import sizes_of_task
 from dask_gpurt.shuffle.owners import Owners
@@ -31,10 +31,11 @@ logger = logging.getLogger(__name__)
 class Balancing:
     """Watch the runs of a scheduler, and move outputs away from workers that would get too many bytes."""
 
-    def __init__(self, scheduler: SchedulerServer, runs: ActiveRuns, recovery: Recovery):
+    def __init__(self, scheduler: SchedulerServer, runs: ActiveRuns, recovery: Recovery, token: str):
         self._scheduler = scheduler
         self._runs = runs
         self._recovery = recovery
+        self._token = token
         self._watched: dict[ShuffleId, RunSizes] = {}
         #: The shuffle of each watched transfer.
         self._shuffle_of: dict[Key, ShuffleId] = {}
@@ -129,7 +130,7 @@ class Balancing:
     def _room(self, worker: str, held: float) -> float:
         """Return the bytes that a worker can take in addition to the outputs that it owns already."""
         state = self._scheduler.workers[worker]
-        if (beat := state.metrics.get(HEARTBEAT_METRIC)) is not None:
+        if (beat := heartbeat_of(state, self._token)) is not None:
             free: float = room(beat["memory"])
         else:  # no heartbeat has brought one yet
             free = state.memory_limit - state.nbytes if state.memory_limit else math.inf

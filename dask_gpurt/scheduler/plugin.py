@@ -28,7 +28,6 @@ from dask_gpurt.protocol import (
     CLUSTER_REPORT_HANDLER,
     CONFIRM_RESULTS_OP,
     GONE_HANDLER,
-    HEARTBEAT_METRIC,
     HOST_ROOM_HANDLER,
     JOIN_HANDLER,
     LEFT_OP,
@@ -51,7 +50,7 @@ from dask_gpurt.scheduler.read_places import ReadPlaces
 from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTracing
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.switching import Switch, Workers
-from dask_gpurt.scheduler.worker_calls import SilentWorkers, ask_all, make_room
+from dask_gpurt.scheduler.worker_calls import SilentWorkers, ask_all, heartbeat_of, make_room
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin, spare_tracebacks
 
 logger = logging.getLogger(__name__)
@@ -234,9 +233,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- memory ------------------------------------------------------------------------
 
     def beats(self) -> dict[str, Mapping[str, Any]]:
-        """Return what the last heartbeat of each worker has told."""
-        workers = self.scheduler.workers.items()
-        told = ((worker, state.metrics.get(HEARTBEAT_METRIC)) for worker, state in workers)
+        """Return what the last heartbeat of each worker has told of this runtime."""
+        workers, token = self.scheduler.workers.items(), self.workers.token
+        told = ((worker, heartbeat_of(state, token)) for worker, state in workers)
         return {worker: beat for worker, beat in told if beat is not None}
 
     async def memory(self) -> dict[str, LedgerMessage]:

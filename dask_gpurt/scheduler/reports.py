@@ -21,12 +21,11 @@ from dask_gpurt.protocol import (
     BEGIN_TRACES_HANDLER,
     END_TRACE_HANDLER,
     END_TRACES_HANDLER,
-    HEARTBEAT_METRIC,
     TAKE_EVENTS_HANDLER,
     TAKE_TRACES_HANDLER,
     WORKER_REPORT_HANDLER,
 )
-from dask_gpurt.scheduler.worker_calls import ask, ask_all
+from dask_gpurt.scheduler.worker_calls import ask, ask_all, heartbeat_of
 from dask_gpurt.worker.tracing import LEASE_S, Recorder, packed
 
 #: How long to wait for a worker, which may be busy, in seconds; less for the doctor, which a user waits for.
@@ -85,8 +84,8 @@ class ClusterReports:
 
     def _heard(self, worker: str) -> Snapshot:
         """Return the counters of a worker from its last heartbeat and answer; empty if there were none."""
-        beat = self._states[worker].metrics.get(HEARTBEAT_METRIC) or {}
-        heard = [beat] if beat.get("token") == self._token else []
+        beat = heartbeat_of(self._states[worker], self._token)
+        heard: list[Snapshot] = [] if beat is None else [beat]
         if worker in self._answers:
             heard.append(self._answers[worker][1])
         return _latest(heard) if heard else {}

@@ -80,7 +80,7 @@ class SchedulerShuffles:
         self.abandoning = Abandoning(scheduler, workers, runs, self.recovery.rerun)
         self._barrier_ends = BarrierEnds(scheduler)
         self.results = SmallResults(scheduler, workers.ready, metrics)
-        self._balancing = Balancing(scheduler, runs, self.recovery)
+        self._balancing = Balancing(scheduler, runs, self.recovery, workers.token)
         self._retirement = Retirement(scheduler, self.recovery, metrics)
 
     def _begin_again(self, shuffle_id: ShuffleId, reason: str) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distributed.core import Status
@@ -29,7 +29,7 @@ from distributed.scheduler import heartbeat_interval
 from dask_gpurt.dask_hooks.shuffle import id_from_key
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerState
 from dask_gpurt.observe import Metrics
-from dask_gpurt.protocol import ASK_STATUS_OP, MAKE_ROOM_HANDLER
+from dask_gpurt.protocol import ASK_STATUS_OP, HEARTBEAT_METRIC, MAKE_ROOM_HANDLER
 
 #: Seconds for which a round for room waits for each worker; the next round follows twice a second.
 ROOM_TIMEOUT_S = 2.0
@@ -159,3 +159,12 @@ def _patience(state: WorkerState) -> float:
     """Return the seconds for which a worker may be without a heartbeat."""
     at_work = any(id_from_key(task.key) is None for task in state.processing)  # barriers do not compute
     return SILENT_AT_WORK_S if at_work else SILENT_S
+
+
+def heartbeat_of(state: WorkerState, token: str) -> Mapping[str, Any] | None:
+    """Return what the last heartbeat of a worker has told of a runtime; None if none has yet.
+
+    ``token``: identifies the runtime. Another one may have told before it on the same worker.
+    """
+    beat: Mapping[str, Any] = state.metrics.get(HEARTBEAT_METRIC) or {}
+    return beat if beat.get("token") == token else None

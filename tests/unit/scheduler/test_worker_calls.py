@@ -11,10 +11,17 @@ import pytest
 from distributed.core import Status
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.protocol import ASK_STATUS_OP
+from dask_gpurt.protocol import ASK_STATUS_OP, HEARTBEAT_METRIC
 from dask_gpurt.scheduler import worker_calls
 from dask_gpurt.scheduler.switching import Workers
-from dask_gpurt.scheduler.worker_calls import MISSED, SILENT_AT_WORK_S, SILENT_S, SilentWorkers, ask_all
+from dask_gpurt.scheduler.worker_calls import (
+    MISSED,
+    SILENT_AT_WORK_S,
+    SILENT_S,
+    SilentWorkers,
+    ask_all,
+    heartbeat_of,
+)
 
 A, B = "tcp://a:1", "tcp://b:1"
 BARRIER, TASK = SimpleNamespace(key="shuffle-barrier-x"), SimpleNamespace(key=("work", 0))
@@ -168,6 +175,15 @@ def test_a_worker_that_fails_or_does_not_answer_leaves_the_answers_of_others() -
     assert isinstance(replies["stopped"], TimeoutError)
     assert isinstance(replies["fails"], ValueError)
     assert replies["well"] == {"token": "t"}
+
+
+def test_what_a_worker_has_told_of_an_earlier_runtime_does_not_count() -> None:
+    worker: Any = SimpleNamespace(metrics={})
+    assert heartbeat_of(worker, "now") is None
+    worker.metrics[HEARTBEAT_METRIC] = {"token": "before", "memory": {}}
+    assert heartbeat_of(worker, "now") is None
+    worker.metrics[HEARTBEAT_METRIC] = {"token": "now", "memory": {}}
+    assert heartbeat_of(worker, "now") == {"token": "now", "memory": {}}
 
 
 # ---- the devices of workers ------------------------------------------------------------------------
