@@ -63,7 +63,7 @@ class JoinOrder:
         try:
             if not (orders := self._orders(bare, facts)):
                 return plan
-            is_same = rely_on_independence(bare, facts.tables)
+            is_same = rely_on_independence(facts.tables, bare)
         except OSError as error:  # a file has gone, which Dask finds out as it reads it
             self._leave(facts, plan, f"since a table cannot be read: {error!r}")
             return plan

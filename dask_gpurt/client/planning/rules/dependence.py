@@ -161,20 +161,28 @@ def independent_part(plan: Expr) -> tuple[Expr, frozenset[str]]:
     return in_sequence(*compress(results, free)), names
 
 
-def rely_on_independence(plan: Expr, facts: TableFacts) -> bool:
-    """Return whether the result of a tuned plan is independent of partitions, by what is in its tables.
+def rely_on_independence(facts: TableFacts, *plans: Expr) -> bool:
+    """Return whether the results of tuned plans are independent of partitions, by what is in their tables.
 
-    If it is, the plan relies on the dtypes of these, and if need be on columns that have no nulls.
+    If all are, the plans rely on the dtypes of these, and if need be on columns that have no nulls.
     Raises OSError if a file cannot be read.
     """
-    if (tables := facts.columns(plan)) is None:
+    needed = [_without_nulls(plan, facts) for plan in plans]
+    if None in needed:
         return False
+    for plan, without_nulls in zip(plans, needed, strict=True):
+        facts.rely_on_dtypes(plan, without_nulls=bool(without_nulls))
+    return True
+
+
+def _without_nulls(plan: Expr, facts: TableFacts) -> bool | None:
+    """Return whether a plan is independent only if columns have no nulls; None if it is not even then."""
+    if (tables := facts.columns(plan)) is None:
+        return None
     with_any_nulls = {name: Columns(columns.varying) for name, columns in tables.items()}
-    for known in (with_any_nulls, tables):
-        if why_dependent(plan, known) is None:
-            facts.rely_on_dtypes(plan, without_nulls=known is tables)
-            return True
-    return False
+    if why_dependent(plan, with_any_nulls) is None:
+        return False
+    return True if why_dependent(plan, tables) is None else None
 
 
 def _results_of(plan: Expr) -> list[Any]:

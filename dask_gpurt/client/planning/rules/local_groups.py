@@ -70,7 +70,7 @@ class LocalGroups:
                 return plan
             # The rest of the plan has to be the same with groups in several partitions, also by Dask.
             by_dask = groups.replaced({name: in_parts(groups.joined[name]) for name in local})
-            is_same = all(rely_on_independence(each, facts.tables) for each in (bare, by_dask))
+            is_same = rely_on_independence(facts.tables, bare, by_dask)
         except (
             OSError,  # a file has gone, which Dask finds out as it reads it
             KeyError,  # Dask cannot follow a note of how rows are divided through a renaming

@@ -73,7 +73,7 @@ class NeededGroups:
         for _ in range(MOST):
             try:
                 found = _Plan(changed, RowEstimates(facts.tables)).needed()
-                if found is None or not rely_on_independence(bare, facts.tables):
+                if found is None or not rely_on_independence(facts.tables, bare):
                     break
             except OSError:  # a file has gone, which Dask finds out as it reads it
                 return plan

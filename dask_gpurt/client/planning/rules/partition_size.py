@@ -107,7 +107,7 @@ class PartitionSize:
             chosen = choose_small(tables, leave, workers=facts.sizes.workers)
             rest = {name: read for name, read in tables.items() if name not in chosen}
             chosen |= choose_partitions(rest, leave, threads=facts.sizes.threads)
-            if chosen and not rely_on_independence(plan, facts.tables):
+            if chosen and not rely_on_independence(facts.tables, plan):
                 leave(name_of(plan), "has its reads as Dask makes them, since dtypes vary from file to file")
                 return {}
         except OSError as error:  # Dask finds out as it reads it

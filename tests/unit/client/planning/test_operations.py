@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from dask_gpurt.client.planning.operations import COMPUTING, KEEPING
 from dask_gpurt.client.planning.reads import FewerPartitions, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
-from dask_gpurt.client.planning.rules.dependence import columns_of_result, why_dependent
+from dask_gpurt.client.planning.rules.dependence import columns_of_result, rely_on_independence, why_dependent
 from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.examples import FACTOR, examples
 from tests.helpers.planned import by_size, value_of
@@ -251,6 +251,19 @@ def test_dtypes_are_fixed(name: str, seed: int, at: int) -> None:
         warnings.simplefilter("ignore")
         found = PROGRAMS[name][at % len(PROGRAMS[name])](dd.read_parquet(table_of(seed)))
         assert_dtypes_are_fixed(found)
+
+
+def test_plans_rely_on_their_tables_together_or_not_at_all() -> None:
+    table = dd.read_parquet(table_of(0))
+    free, bound = (
+        optimize_until(each.expr, "tuned-logical")
+        for each in (table[["i"]].count(), table.map_partitions(len, meta=(None, "int64")))
+    )
+    facts = TableFacts()
+    assert not rely_on_independence(facts, free, bound)
+    assert facts.checked(free) is free
+    assert rely_on_independence(facts, free, free)
+    assert facts.checked(free) is not free
 
 
 def assert_dtypes_are_fixed(found: Any) -> None:
